@@ -1,0 +1,102 @@
+"""The two decompositions, against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvslim.decomposing.whitened import plain_svd, whitened_svd
+from kvslim.errors import CalibrationError, ConfigError, NonFiniteError
+
+
+def correlated(tokens: int, features: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, features, generator=generator, dtype=torch.float64)
+    mix = torch.randn(features, features, generator=generator, dtype=torch.float64)
+    return x * torch.logspace(1, -2, features, dtype=torch.float64) @ mix
+
+
+def weight(inputs: int, outputs: int, seed: int = 1) -> Tensor:
+    return torch.randn(inputs, outputs, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 11, 16])
+def test_equals_the_cholesky_whitened_svd(rank: int) -> None:
+    x, w = correlated(300, 24), weight(24, 16)
+    gram = x.T @ x
+    lower = torch.linalg.cholesky(gram)
+    u, sigma, vh = torch.linalg.svd(lower.T @ w, full_matrices=False)
+    reference = torch.linalg.solve(lower.T, u[:, :rank] * sigma[:rank]) @ vh[:rank]
+    decomposition = whitened_svd(w, gram)
+    factors = decomposition.truncate(rank)
+    torch.testing.assert_close(factors.a @ factors.b, reference, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(decomposition.singular_values, sigma, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (12, 20)])
+def test_full_rank_is_exact(shape: tuple[int, int]) -> None:
+    w, x = weight(*shape), correlated(100, shape[0])
+    for decomposition in (plain_svd(w), whitened_svd(w, x.T @ x)):
+        assert decomposition.full_rank == min(shape)
+        factors = decomposition.truncate(min(shape))
+        torch.testing.assert_close(factors.a @ factors.b, w, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (12, 20)])
+def test_full_rank_is_exact_with_fewer_tokens_than_features(shape: tuple[int, int]) -> None:
+    w, x = weight(*shape), correlated(5, shape[0])
+    factors = whitened_svd(w, x.T @ x).truncate(min(shape))
+    torch.testing.assert_close(factors.a @ factors.b, w, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rank", range(1, 17, 3))
+def test_whitening_never_raises_the_output_error(rank: int) -> None:
+    x, w = correlated(300, 24), weight(24, 16)
+
+    def error(product: Tensor) -> float:
+        return float((x @ (w - product)).norm())
+
+    white, plain = whitened_svd(w, x.T @ x).truncate(rank), plain_svd(w).truncate(rank)
+    assert error(white.a @ white.b) <= error(plain.a @ plain.b) * (1 + 1e-9)
+
+
+def test_singular_values_tell_the_truncation_error() -> None:
+    x, w = correlated(300, 24), weight(24, 16)
+    white, plain = whitened_svd(w, x.T @ x), plain_svd(w)
+    for rank in (2, 7, 13):
+        f = white.truncate(rank)
+        tail = white.singular_values[rank:].square().sum().sqrt()
+        torch.testing.assert_close((x @ (w - f.a @ f.b)).norm(), tail, rtol=1e-6, atol=1e-6)
+        f = plain.truncate(rank)
+        tail = plain.singular_values[rank:].square().sum().sqrt()
+        torch.testing.assert_close((w - f.a @ f.b).norm(), tail, rtol=1e-9, atol=1e-9)
+
+
+def test_latent_channels_are_uncorrelated_and_ordered() -> None:
+    x, w = correlated(300, 24), weight(24, 16)
+    latent = x @ whitened_svd(w, x.T @ x).a
+    second_moment = latent.T @ latent
+    energies = second_moment.diagonal()
+    assert (energies[:-1] >= energies[1:] * (1 - 1e-9)).all()
+    assert (second_moment - energies.diag()).abs().max() < 1e-7 * energies.max()
+
+
+@pytest.mark.parametrize("rank", [0, -1, 17])
+def test_rank_outside_the_matrix(rank: int) -> None:
+    with pytest.raises(ConfigError, match=r"1\.\.16"):
+        plain_svd(weight(24, 16)).truncate(rank)
+
+
+def test_bad_gram_matrices() -> None:
+    w, x = weight(24, 16), correlated(100, 24)
+    gram = x.T @ x
+    with pytest.raises(CalibrationError, match="24 features"):
+        whitened_svd(w, gram[:20, :20])
+    with pytest.raises(CalibrationError, match="positive semi-definite"):
+        whitened_svd(w, -gram)
+    gram[3, 3] = float("nan")
+    with pytest.raises(NonFiniteError, match="Gram"):
+        whitened_svd(w, gram)
+    with pytest.raises(NonFiniteError, match="weight"):
+        plain_svd(w * float("inf"))

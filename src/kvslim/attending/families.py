@@ -98,6 +98,42 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [getattr(layer, family_of(model).attention) for layer in decoder_layers(model)]
 
 
+def kv_projections(model: PreTrainedModel) -> list[tuple[nn.Linear, nn.Linear]]:
+    """The key and value projection of each decoder layer, in order.
+
+    Raises:
+        UnsupportedModelError: the family is unknown, or the projections are no plain linear layers with float weights
+            of their own (already compressed, quantized, adapted or shared).
+    """
+    family = family_of(model)
+    pairs = [
+        (getattr(attention, family.key, None), getattr(attention, family.value, None))
+        for attention in attention_modules(model)
+    ]
+    for layer, pair in enumerate(pairs):
+        for projection in pair:
+            _check_projection(projection, layer)
+    if len({id(projection.weight) for pair in pairs for projection in pair if projection}) < 2 * len(pairs):
+        raise UnsupportedModelError("Key or value projections share one weight, so they cannot be factored apart.")
+    return [(key, value) for key, value in pairs if key is not None and value is not None]
+
+
+def _check_projection(projection: Any, layer: int) -> None:
+    if projection is None:
+        raise UnsupportedModelError(
+            f"Layer {layer} has no key and value projections. The model is compressed already, or is fused; load the "
+            f"original model."
+        )
+    weight = getattr(projection, "weight", None)
+    plain = type(projection) is nn.Linear and weight.is_floating_point() and weight.element_size() >= 2
+    if not plain or weight.is_meta:
+        raise UnsupportedModelError(
+            f"The projections of layer {layer} are {type(projection).__name__} with weights of type "
+            f"{getattr(weight, 'dtype', None)}, not plain linear layers in memory with float weights. Load the model "
+            f"without quantization (dequantize it) and merge adapters first."
+        )
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers, in order.
 

@@ -71,7 +71,7 @@ def test_projections_that_are_not_plain_are_refused(tiny_llama: PreTrainedModel)
     with pytest.raises(UnsupportedModelError, match="share one weight"):
         calibrate_grams(tiny_llama, WINDOWS)
     attention.v_proj = torch.nn.Sequential(attention.v_proj)
-    with pytest.raises(UnsupportedModelError, match="layer 1 are Sequential.*merge adapters"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 are Sequential.*merge adapters"):
         calibrate_fisher(tiny_llama, WINDOWS)
     del attention.v_proj
     with pytest.raises(UnsupportedModelError, match="compressed already"):

@@ -13,7 +13,7 @@ _CACHE_KEYWORDS = ("cache", "past_key_values")
 """What ``generate`` and the decoder layers call the cache: ``cache`` from 5.24 on, ``past_key_values`` before."""
 
 
-def cache_keyword(model: nn.Module) -> str:
+def cache_keyword(model: Any) -> str:
     """The name under which ``model.generate`` keeps the cache in its ``model_kwargs``."""
     parameters = inspect.signature(type(model).forward).parameters
     return next((name for name in _CACHE_KEYWORDS if name in parameters), "past_key_values")

@@ -124,7 +124,7 @@ def _check_projection(projection: Any, layer: int) -> None:
             f"Layer {layer} has no key and value projections. The model is compressed already, or is fused; load the "
             f"original model."
         )
-    weight = getattr(projection, "weight", None)
+    weight: Any = getattr(projection, "weight", None)
     plain = type(projection) is nn.Linear and weight.is_floating_point() and weight.element_size() >= 2
     if not plain or weight.is_meta:
         raise UnsupportedModelError(

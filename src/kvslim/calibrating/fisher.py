@@ -74,12 +74,12 @@ def calibrate_fisher(model: PreTrainedModel, windows: Tensor, *, progress: Progr
     return _summarise(squares, kv_shape_of(model).kv_heads, windows.shape[0])
 
 
-def _kv_weights(model: PreTrainedModel) -> list[nn.Parameter]:
+def _kv_weights(model: PreTrainedModel) -> list[Tensor]:
     """Key and value weight of each layer in turn."""
     return [projection.weight for pair in kv_projections(model) for projection in pair]
 
 
-def _gradients(model: PreTrainedModel, window: Tensor, weights: list[nn.Parameter]) -> tuple[Tensor, ...]:
+def _gradients(model: PreTrainedModel, window: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
     ids = window.to(model.device)
     with torch.enable_grad():
         logits = model(input_ids=ids[None], use_cache=False).logits

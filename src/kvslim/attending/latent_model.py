@@ -1,0 +1,104 @@
+"""What a whole model gains when its attention keeps latents: ``generate`` starts from a latent cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from kvslim.attending import compat
+from kvslim.attending.families import attention_modules, decoder_layers, family_of, kv_projections
+from kvslim.caching.latent import LatentCache, LatentLayout
+from kvslim.errors import CacheStateError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_DYNAMIC = (None, "dynamic", "offloaded")
+"""The ``cache_implementation`` settings that mean a growing cache, which a latent cache is."""
+
+
+class LatentModelMixin:
+    """Put in front of the original class of one model instance; no other model is touched."""
+
+    palu_layout: LatentLayout
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        name = compat.cache_keyword(self)
+        if model_kwargs.get(name) is not None or generation_config.use_cache is False:
+            return super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, *args, **kwargs
+            )
+        implementation = generation_config.cache_implementation
+        if implementation not in _DYNAMIC:
+            raise CacheStateError(
+                f"cache_implementation={implementation!r} stores uncompressed keys and values; a Palu-compressed model "
+                f"keeps latents. Leave cache_implementation unset."
+            )
+        cache = LatentCache(self.palu_layout, offloading=implementation == "offloaded")
+        if getattr(generation_config, "is_assistant", False):
+            cache.activate_past_recording()
+        model_kwargs[name] = cache
+        return None
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse: the files would load as an uncompressed model with random key and value projections."""
+        raise UnsupportedModelError(
+            "A Palu-compressed model cannot be saved as its original architecture. Save the original model and "
+            "compress it after loading."
+        )
+
+
+_CLASSES: dict[type, type] = {}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The parts of a model that compression replaces; see :func:`snapshot`."""
+
+    model_class: type
+    attentions: tuple[nn.Module, ...]
+
+
+def install(model: PreTrainedModel, attentions: Sequence[nn.Module], layout: LatentLayout) -> None:
+    """Put one latent attention into each decoder layer and make ``generate`` use latent caches, **in place**."""
+    _replace(model, attentions)
+    model.__class__ = _latent_class(type(model))
+    model.palu_layout = layout
+
+
+def snapshot(model: PreTrainedModel) -> Snapshot:
+    """Remember the uncompressed parts of ``model`` by reference, for :func:`restore`. Their memory stays in use.
+
+    Raises:
+        UnsupportedModelError: the model is compressed already or of no supported family.
+    """
+    kv_projections(model)
+    return Snapshot(model_class=type(model), attentions=tuple(attention_modules(model)))
+
+
+def restore(model: PreTrainedModel, saved: Snapshot) -> PreTrainedModel:
+    """Undo a compression **in place** and return the model. Caches filled meanwhile belong to the compressed one."""
+    _replace(model, saved.attentions)
+    model.__class__ = saved.model_class
+    for name in ("palu", "palu_layout"):
+        vars(model).pop(name, None)
+    return model
+
+
+def _replace(model: PreTrainedModel, attentions: Sequence[nn.Module]) -> None:
+    name = family_of(model).attention
+    for layer, attention in zip(decoder_layers(model), attentions, strict=True):
+        setattr(layer, name, attention)
+
+
+def _latent_class(original: type) -> type:
+    """The subclass of ``original`` for compressed instances, named after it and made once."""
+    if original not in _CLASSES:
+        body = {"__module__": original.__module__}
+        _CLASSES[original] = type(f"Palu{original.__name__}", (LatentModelMixin, original), body)
+    return _CLASSES[original]

@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but not in __all__
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -92,7 +93,7 @@ def load(
     source = resolve(name, progress=progress)
     with _errors_in_words(name):
         config = _config(name, source)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = _tokenizer(name, source)
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
             config=config,
@@ -123,6 +124,16 @@ def _config(name: str, source: str) -> PretrainedConfig:
     return config
 
 
+def _tokenizer(name: str, source: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except ValueError as error:  # transformers raises it when the files of a tokenizer are missing or unusable
+        raise ModelSourceError(
+            f"The tokenizer of {name} cannot be loaded: {str(error).splitlines()[0]} "
+            "Save it beside the model, with tokenizer.json."
+        ) from error
+
+
 def _checked_device(device: str | torch.device) -> torch.device:
     try:
         checked = torch.device(device)
@@ -138,6 +149,8 @@ def _errors_in_words(name: str) -> Iterator[None]:
         yield
     except KvslimError:
         raise
+    except SafetensorError as error:
+        raise ModelSourceError(f"The weights of {name} are damaged ({error}). Download or save them again.") from error
     except OSError as error:  # all errors of the hub derive from it, and transformers raises it for missing files
         raise ModelSourceError(_explain(name, error)) from error
 

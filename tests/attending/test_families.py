@@ -55,13 +55,13 @@ def test_head_dim_comes_from_the_config_not_from_hidden_size() -> None:
 
 
 def test_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(UnsupportedModelError, match="gpt2.*llama, mistral, qwen2, qwen3"):
+    with pytest.raises(UnsupportedModelError, match=r"gpt2.*llama, mistral, qwen2, qwen3"):
         family_of(GPT2Config())
 
 
 def test_palu_refuses_cache_only_rows() -> None:
     family_of(Qwen2Config(**SMALL))
-    with pytest.raises(UnsupportedModelError, match="qwen2.*Supported: llama, mistral"):
+    with pytest.raises(UnsupportedModelError, match=r"qwen2.*Supported: llama, mistral"):
         family_of(Qwen2Config(**SMALL), palu=True)
 
 

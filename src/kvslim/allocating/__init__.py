@@ -1,0 +1,1 @@
+"""Statistics and a budget to a plan. No tensors of the model, no cache."""

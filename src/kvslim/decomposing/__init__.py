@@ -1,0 +1,1 @@
+"""Tensor and rank to factors. Pure linear algebra; no model, no cache, no policy."""

@@ -1,0 +1,147 @@
+"""One Lagrangian over all cells: the least total error under one byte budget.
+
+Each cell offers choices, a cost in bytes and an error. The dual picks, for a price per byte, the best choice of every
+cell on its own; bisection finds the price at which the budget holds (JoLT, joint allocation). The dual reaches only
+choices on the convex hull and can strand bytes, so a repair follows: greedy upgrades, then swaps that lower the error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvslim.errors import BudgetError
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One choice per cell.
+
+    Attributes:
+        choices: index into the cell's own choices, in cell order.
+        cost: total bytes, never above the budget.
+        error: total error.
+        price: the multiplier λ at which the dual met the budget, in error per byte.
+    """
+
+    choices: tuple[int, ...]
+    cost: int
+    error: float
+    price: float
+
+
+def allocate(costs: Sequence[IntArray], errors: Sequence[FloatArray], budget: int) -> Allocation:
+    """Minimise the summed error subject to summed cost ≤ ``budget`` bytes.
+
+    Args:
+        costs: per cell, ``(n_choices,)`` integer bytes ≥ 0.
+        errors: per cell, ``(n_choices,)`` errors ≥ 0, already weighted.
+        budget: bytes that all cells share.
+
+    Raises:
+        BudgetError: even the cheapest choice of every cell exceeds the budget; the message names that least budget.
+    """
+    cells = [_Frontier(cost, error) for cost, error in zip(costs, errors, strict=True)]
+    least = sum(int(cell.cost[0]) for cell in cells)
+    if least > budget:
+        raise BudgetError(f"The budget of {budget} bytes is below the least possible, {least} bytes. Raise it to that.")
+    price, chosen = _bisect(cells, budget)
+    chosen = _repair(cells, chosen, budget)
+    return Allocation(
+        tuple(int(cell.index[c]) for cell, c in zip(cells, chosen, strict=True)),
+        sum(int(cell.cost[c]) for cell, c in zip(cells, chosen, strict=True)),
+        float(sum(cell.error[c] for cell, c in zip(cells, chosen, strict=True))),
+        price,
+    )
+
+
+class _Frontier:
+    """The choices of one cell that no other choice beats: cost rising, error falling. ``index`` maps back."""
+
+    def __init__(self, cost: IntArray, error: FloatArray) -> None:
+        order = np.lexsort((error, cost))
+        best = np.minimum.accumulate(error[order])
+        keep = np.concatenate(([True], best[1:] < best[:-1]))
+        self.index = order[keep]
+        self.cost = cost[self.index].astype(np.int64)
+        self.error = error[self.index].astype(np.float64)
+
+
+def _at_price(cells: list[_Frontier], price: float) -> list[int]:
+    return [int(np.argmin(cell.error + price * cell.cost)) for cell in cells]
+
+
+def _total_cost(cells: list[_Frontier], chosen: list[int]) -> int:
+    return sum(int(cell.cost[c]) for cell, c in zip(cells, chosen, strict=True))
+
+
+def _bisect(cells: list[_Frontier], budget: int) -> tuple[float, list[int]]:
+    """The smallest price whose choices fit. Prices are searched on a logarithmic scale."""
+    best = [len(cell.cost) - 1 for cell in cells]
+    if _total_cost(cells, best) <= budget:
+        return 0.0, best
+    low, high = 1e-30, 1e30
+    for _ in range(200):
+        middle = (low * high) ** 0.5
+        if _total_cost(cells, _at_price(cells, middle)) <= budget:
+            high = middle
+        else:
+            low = middle
+        if high / low < 1 + 1e-12:
+            break
+    chosen = _at_price(cells, high)
+    return high, chosen if _total_cost(cells, chosen) <= budget else [0] * len(cells)
+
+
+def _repair(cells: list[_Frontier], chosen: list[int], budget: int) -> list[int]:
+    """Spend what the dual left: upgrades while any fits, then swaps that pay for an upgrade with a downgrade."""
+    chosen = list(chosen)
+    slack = budget - _total_cost(cells, chosen)
+    for _ in range(100 * len(cells)):
+        move = _best_upgrade(cells, chosen, slack) or _best_swap(cells, chosen, slack)
+        if move is None:
+            break
+        for cell, choice in move:
+            slack -= int(cells[cell].cost[choice] - cells[cell].cost[chosen[cell]])
+            chosen[cell] = choice
+    return chosen
+
+
+_Move = list[tuple[int, int]]
+
+
+def _best_upgrade(cells: list[_Frontier], chosen: list[int], slack: int) -> _Move | None:
+    """The affordable upgrade that saves the most error per byte."""
+    best_rate, best = 0.0, None
+    for i, (cell, now) in enumerate(zip(cells, chosen, strict=True)):
+        end = int(np.searchsorted(cell.cost, cell.cost[now] + slack, side="right"))
+        if end > now + 1:
+            rates = (cell.error[now] - cell.error[now + 1 : end]) / (cell.cost[now + 1 : end] - cell.cost[now])
+            at = int(np.argmax(rates))
+            if rates[at] > best_rate:
+                best_rate, best = float(rates[at]), [(i, now + 1 + at)]
+    return best
+
+
+def _best_swap(cells: list[_Frontier], chosen: list[int], slack: int) -> _Move | None:
+    """Downgrade one cell by one step and upgrade another with the freed bytes, if the total error falls."""
+    best_gain, best = 0.0, None
+    for i, (cell, now) in enumerate(zip(cells, chosen, strict=True)):
+        if now == 0:
+            continue
+        freed = slack + int(cell.cost[now] - cell.cost[now - 1])
+        loss = float(cell.error[now - 1] - cell.error[now])
+        for j, (other, at) in enumerate(zip(cells, chosen, strict=True)):
+            if i == j:
+                continue
+            up = int(np.searchsorted(other.cost, other.cost[at] + freed, side="right")) - 1
+            gain = float(other.error[at] - other.error[up]) - loss
+            if up > at and gain > best_gain * (1 + 1e-9) + 1e-15:
+                best_gain, best = gain, [(i, now - 1), (j, up)]
+    return best

@@ -1,0 +1,70 @@
+"""Per-token quantizers: asymmetric integers (Atom-like), and rotation with Lloyd-Max levels (TurboQuant-like)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvslim.attending.layout import compressible_layers
+from kvslim.caching.block import Block
+from kvslim.caching.compressed import Cell, CompressedCache, Middle
+from kvslim.caching.token_codes import IntegerBlock, RotatedBlock
+from kvslim.errors import ConfigError
+from kvslim.quantizing import integer, rotated
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PerTokenCache(CompressedCache):
+    """A cache whose every token is coded on its own at a fixed width, post-RoPE, no exact tokens unless asked for.
+
+    Args:
+        model: a transformers model of a supported family.
+        bits: code width, 1 to 8.
+        sinks: first tokens kept exact.
+        window: last prefilled tokens kept exact.
+        attention_mask: ``(batch, columns)`` of the prompt for padded batches.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        bits: int,
+        *,
+        sinks: int = 0,
+        window: int = 0,
+        attention_mask: Tensor | None = None,
+    ) -> None:
+        if bits not in range(1, 9):
+            raise ConfigError(f"bits is a width from 1 to 8, not {bits}.")
+        super().__init__(*compressible_layers(model), sinks=sinks, window=window, attention_mask=attention_mask)
+        self.bits = bits
+
+    @abstractmethod
+    def _block(self, x: Tensor) -> Block:
+        """Code ``(kv_heads, tokens, head_dim)``."""
+
+    def _encode(self, middles: list[Middle]) -> list[list[tuple[Cell, Block, str]]]:
+        return [
+            [self._encode_cell(Cell(m, (s,), k)) for s in range(self.shape.layers) for k in range(2)] for m in middles
+        ]
+
+    def _encode_cell(self, cell: Cell) -> tuple[Cell, Block, str]:
+        return cell, self._block(self._cell_tensor(cell)), f"{self.bits} bit"
+
+
+class IntegerCache(PerTokenCache):
+    """Asymmetric integers with a float16 step and minimum per token and head: int8, int4 as people use them."""
+
+    def _block(self, x: Tensor) -> Block:
+        return IntegerBlock(integer.encode(x, self.bits))
+
+
+class RotatedCache(PerTokenCache):
+    """Signed Hadamard rotation and Lloyd-Max levels with a float16 scale per token and head."""
+
+    def _block(self, x: Tensor) -> Block:
+        return RotatedBlock(rotated.encode(x, self.bits))

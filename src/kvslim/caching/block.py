@@ -1,0 +1,70 @@
+"""The storage form of one stretch of tokens, and generic walks over the tensors it keeps.
+
+Every stored thing is a frozen dataclass of tensors and other such dataclasses. So byte counts, device moves and clones
+need no code per form: they walk the fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, Self, TypeVar
+
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Block(Protocol):
+    """Keys or values of one layer group for ``tokens`` consecutive tokens, compressed."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    def decode(self, layer: int) -> Tensor:
+        """Rebuild layer ``layer`` of the group: ``(kv_heads, tokens, head_dim)`` float32."""
+        ...
+
+    def crop(self, tokens: int) -> Self:
+        """Keep the first ``tokens`` tokens, in storage of their own."""
+        ...
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside dataclasses, tuples, lists and dictionaries, in field order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from iter_tensors(getattr(value, field.name))
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from iter_tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from iter_tensors(item)
+
+
+def map_tensors(value: T, change: Callable[[Tensor], Tensor], seen: dict[int, Any] | None = None) -> T:
+    """Rebuild ``value`` with ``change`` applied to every tensor; what was shared stays shared."""
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return seen[id(value)]  # type: ignore[no-any-return]  # what was stored under this id has the type of value
+    result: Any = value
+    if isinstance(value, Tensor):
+        result = change(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: map_tensors(getattr(value, f.name), change, seen) for f in dataclasses.fields(value)}
+        result = dataclasses.replace(value, **fields)
+    elif isinstance(value, dict):
+        result = {key: map_tensors(item, change, seen) for key, item in value.items()}
+    elif isinstance(value, (tuple, list)):
+        result = type(value)(map_tensors(item, change, seen) for item in value)
+    seen[id(value)] = result
+    return result  # type: ignore[no-any-return]  # same type as value by construction
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind ``tensors``: a view counts as all that it keeps alive, a share once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+    return sum(storages.values())

@@ -1,0 +1,419 @@
+"""The transformers cache around a compressed prefix: fill exactly, compress once, append exactly.
+
+While a prompt is prefilled, in one piece or in chunks, the layers keep what they are given. :meth:`CompressedCache.compress`
+turns all of it into a :class:`~kvslim.caching.prefix.Prefix`; it happens by itself when the first single token after a
+prefill arrives. New tokens go to an exact tail. Attention sees dense keys and values that are rebuilt one layer at a
+time and not kept.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+
+from kvslim.caching.block import Block, iter_tensors, storage_bytes
+from kvslim.caching.prefix import CompressedRow, EmptyBlock, PlacedBlock, Prefix
+from kvslim.caching.report import CacheReport, CellReport
+from kvslim.errors import CacheStateError, ConfigError, NonFiniteError
+from kvslim.types import KVShape, Rope
+
+KINDS = ("keys", "values")
+_UNTOUCHED = "nothing compressed yet: the prefill is still exact"
+
+
+@dataclass(frozen=True)
+class Middle:
+    """The tokens of one batch row that get compressed: columns ``start`` to ``stop``, the row begins at ``first``."""
+
+    row: int
+    first: int
+    start: int
+    stop: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def row_tokens(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is encoded together: the keys or values of some layers (slots), for one row's middle tokens."""
+
+    middle: Middle
+    layers: tuple[int, ...]
+    kind: int  # index into KINDS
+
+
+class CompressedLayer(CacheLayerMixin):
+    """One layer: an exact tail ``(batch, kv_heads, tokens, head_dim)`` behind a prefix that all layers share."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, slot: int) -> None:
+        super().__init__()
+        self.slot = slot
+        self.prefix: Prefix | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = key_states.new_zeros(*key_states.shape[:2], 0, key_states.shape[3])
+        self.values = value_states.new_zeros(*value_states.shape[:2], 0, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append to the tail; return dense keys and values of everything cached, prefix rebuilt for this call only."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = torch.cat((self.keys, key_states), dim=-2)
+        self.values = torch.cat((self.values, value_states), dim=-2)
+        return self.dense()
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """All cached keys and values, rebuilt: ``(batch, kv_heads, seq_length, head_dim)`` each."""
+        if self.prefix is None:
+            return self.keys, self.values
+        keys, values = self.prefix.dense(self.slot, extra=self.keys.shape[-2])
+        keys[:, :, self.prefix.columns :] = self.keys
+        values[:, :, self.prefix.columns :] = self.values
+        return keys, values
+
+    def clear_tail(self) -> None:
+        self.keys = self.keys[:, :, :0].clone()
+        self.values = self.values[:, :, :0].clone()
+
+    def get_seq_length(self) -> int:
+        tail = self.keys.shape[-2] if self.is_initialized else 0
+        return tail + (self.prefix.columns if self.prefix is not None else 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return self.keys.shape[0] if self.is_initialized else -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens of the tail; the cache crops the prefix."""
+        if tokens_to_remove and self.is_initialized:
+            keep = max(0, self.keys.shape[-2] - abs(tokens_to_remove))
+            self.keys, self.values = self.keys[:, :, :keep].clone(), self.values[:, :, :keep].clone()
+
+    def reset(self) -> None:
+        self.prefix = None
+        if self.is_initialized:
+            self.clear_tail()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.keys = self.keys.repeat_interleave(repeats, dim=0)
+            self.values = self.values.repeat_interleave(repeats, dim=0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            self.keys = self.keys[indices.to(self.keys.device)]
+            self.values = self.values[indices.to(self.values.device)]
+
+
+class CompressedCache(Cache):
+    """Base of the run-time caches. Subclasses say how rows are encoded; this class keeps, places and reports them.
+
+    Args:
+        shape: layers, KV heads and head dim of the layers to compress.
+        layer_slots: per model layer its slot among the compressed layers, or the sliding window of a layer that stays
+            exact, as ``(slot, None)`` or ``(None, window)``.
+        sinks: first tokens kept exact.
+        window: last prefilled tokens kept exact.
+        rope: rotation to take off the middle keys before they are encoded (pre-RoPE), or None.
+        attention_mask: ``(batch, columns)`` of the prompt, 1 for real tokens; padding is then neither compressed nor
+            stored. Without it padding columns count as tokens.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        layer_slots: Sequence[tuple[int | None, int | None]],
+        *,
+        sinks: int,
+        window: int,
+        rope: Rope | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> None:
+        if sinks < 0 or window < 0:
+            raise ConfigError(f"sinks and window are token counts ≥ 0, not {sinks} and {window}.")
+        layers = [
+            CompressedLayer(slot) if slot is not None else DynamicSlidingWindowLayer(sliding or 0)
+            for slot, sliding in layer_slots
+        ]
+        super().__init__(layers=layers)
+        self.shape = shape
+        self.n_sinks = sinks
+        self.n_window = window
+        self.rope = rope
+        self.attention_mask = attention_mask
+        self.prefix: Prefix | None = None
+        self.cells: list[CellReport] = []
+        self.note = _UNTOUCHED
+        self._decoding = False
+
+    # ---- what subclasses provide -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _encode(self, middles: list[Middle]) -> list[list[tuple[Cell, Block, str]]]:
+        """Encode the middle of every row: per row its cells with their block and the plan in words.
+
+        Called with every layer still exact; must leave the layers alone, so that a failure changes nothing.
+        """
+
+    def _cell_tensor(self, cell: Cell) -> Tensor:
+        """``(layers · kv_heads, tokens, head_dim)`` float32 of a cell; keys un-rotated if the cache has a ``rope``.
+
+        The rotation goes by a key's place in its row. Places and true positions differ by a constant per row, which
+        turns all keys of a head alike and changes no spectrum; and what is taken off here is put back exactly.
+        """
+        middle, chosen = cell.middle, self.compressible
+        parts = [(chosen[slot].keys, chosen[slot].values)[cell.kind] for slot in cell.layers]
+        x = torch.cat([part[middle.row, :, middle.start : middle.stop] for part in parts]).to(torch.float32)
+        if cell.kind == 0 and self.rope is not None:
+            places = torch.arange(middle.start - middle.first, middle.stop - middle.first, device=x.device)
+            x = self.rope.rotate(x, places, inverse=True)
+        return x
+
+    # ---- filling and compressing -------------------------------------------------------------------------------
+
+    @property
+    def compressible(self) -> list[CompressedLayer]:
+        """The layers that get compressed, by slot."""
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append to layer ``layer_idx``. The first single token after a prefill compresses the prefill first."""
+        starts_decoding = not self._decoding and key_states.shape[-2] == 1 and self.get_seq_length(layer_idx) > 0
+        if starts_decoding and layer_idx == self.layers.index(self.compressible[0]):
+            self.compress()
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def compress(self) -> None:
+        """Compress everything cached so far. A prompt not longer than sinks + window stays exact; the report says so.
+
+        A second call does nothing: tokens after the prefix stay in the exact tail.
+
+        Raises:
+            CacheStateError: nothing is cached, or the layers hold different lengths.
+            NonFiniteError: a layer holds NaN or Inf; it is named, and the cache is left as it was.
+            BudgetError: the budget is below the fixed cost; the cache is left as it was.
+        """
+        if self.prefix is not None:
+            return
+        columns = self._filled_columns()
+        spans = self._spans(columns)
+        self._decoding = True
+        longest = max(end - start for start, end in spans)
+        if longest <= self.n_sinks + self.n_window:
+            self.note = (
+                f"the longest prompt has {longest} tokens, not more than {self.n_sinks} sinks + {self.n_window} "
+                "recent tokens: it stays exact"
+            )
+            return
+        self._check_finite(spans)
+        middles = [self._middle(row, *span) for row, span in enumerate(spans)]
+        encoded = self._encode(middles)
+        cells = [self._measure(*cell) for row in encoded for cell in row]
+        rows = [self._assemble(middle, row) for middle, row in zip(middles, encoded, strict=True)]
+        self.prefix, self.cells = Prefix(tuple(rows), columns), cells
+        self.note = ""
+        for layer in self.compressible:
+            layer.prefix = self.prefix
+            layer.clear_tail()
+
+    def _filled_columns(self) -> int:
+        lengths = {layer.get_seq_length() for layer in self.compressible}
+        if lengths == {0}:
+            raise CacheStateError("compress() was called on an empty cache. Run the prefill first.")
+        if len(lengths) > 1:
+            raise CacheStateError("The layers hold different lengths: compress() must not be called inside a forward.")
+        return lengths.pop()
+
+    def _spans(self, columns: int) -> list[tuple[int, int]]:
+        """Column range of the real tokens of every row."""
+        batch = self.compressible[0].batch_size
+        if self.attention_mask is None:
+            return [(0, columns)] * batch
+        mask = self.attention_mask.to("cpu").bool()
+        if mask.dim() != 2 or batch % mask.shape[0] or mask.shape[1] > columns:
+            raise CacheStateError(
+                f"attention_mask of shape {tuple(mask.shape)} does not fit a cache of {batch} rows and {columns} columns."
+            )
+        mask = mask.repeat_interleave(batch // mask.shape[0], dim=0)
+        mask = torch.nn.functional.pad(mask, (0, columns - mask.shape[1]), value=True)
+        spans = []
+        for index, row in enumerate(mask):
+            real = row.nonzero().flatten()
+            if not len(real):
+                raise CacheStateError(f"attention_mask has no real token in row {index}.")
+            spans.append((int(real[0]), int(real[-1]) + 1))
+        return spans
+
+    def _middle(self, row: int, first: int, end: int) -> Middle:
+        start = min(first + self.n_sinks, end)
+        return Middle(row, first, start, max(start, end - self.n_window), end)
+
+    def _assemble(self, middle: Middle, encoded: list[tuple[Cell, Block, str]]) -> CompressedRow:
+        """Put one row together: exact sinks, its blocks by layer, exact window."""
+        empty = PlacedBlock(EmptyBlock(self.shape.kv_heads, self.shape.head_dim), 0)
+        placed = {(slot, kind): empty for slot in range(self.shape.layers) for kind in range(2)}
+        for cell, block, _ in encoded:
+            for place, slot in enumerate(cell.layers):
+                placed[slot, cell.kind] = PlacedBlock(block, place)
+        keys, values = ([placed[slot, kind] for slot in range(self.shape.layers)] for kind in range(2))
+        return CompressedRow(
+            middle.first,
+            self._exact(middle.row, middle.first, middle.start),
+            self._exact(middle.row, middle.stop, middle.end),
+            tuple(keys),
+            tuple(values),
+            self.rope,
+        )
+
+    def _exact(self, row: int, start: int, stop: int) -> Tensor:
+        layers = self.compressible
+        return torch.stack(
+            [
+                torch.stack([(layer.keys, layer.values)[kind][row, :, start:stop] for layer in layers])
+                for kind in range(2)
+            ]
+        )
+
+    def _measure(self, cell: Cell, block: Block, plan: str) -> CellReport:
+        x = self._cell_tensor(cell)
+        decoded = torch.cat([block.decode(place) for place in range(len(cell.layers))]).to(x.device)
+        energy = float(x.square().sum(dtype=torch.float64))
+        lost = float((decoded - x).square().sum(dtype=torch.float64))
+        return CellReport(
+            row=cell.middle.row,
+            layers=tuple(self._model_layer(slot) for slot in cell.layers),
+            kind=KINDS[cell.kind],
+            plan=plan,
+            nbytes=storage_bytes(iter_tensors(block)),
+            error=(lost / energy) ** 0.5 if energy else 0.0,
+            energy=energy,
+        )
+
+    def _model_layer(self, slot: int) -> int:
+        return self.layers.index(self.compressible[slot])
+
+    def _check_finite(self, spans: list[tuple[int, int]]) -> None:
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, CompressedLayer):
+                for name, dense in (("keys", layer.keys), ("values", layer.values)):
+                    for row, (start, end) in enumerate(spans):
+                        if not torch.isfinite(dense[row, :, start:end]).all():
+                            raise NonFiniteError(
+                                f"The {name} of layer {index}, batch row {row}, hold NaN or Inf. Check the model's dtype "
+                                "and input; nothing was compressed."
+                            )
+
+    # ---- what transformers asks of a cache ---------------------------------------------------------------------
+
+    def _share(self, prefix: Prefix | None) -> None:
+        self.prefix = prefix
+        for layer in self.compressible:
+            layer.prefix = prefix
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last ``-tokens_to_remove`` tokens (a positive number is the length to keep, as transformers had it).
+
+        Cropping into the compressed prefix slices its token factors and codes.
+        """
+        length = self.get_seq_length()
+        remove = max(0, length - tokens_to_remove) if tokens_to_remove > 0 else min(length, -tokens_to_remove)
+        tail = self.compressible[0].keys.shape[-2] if self.is_initialized else 0
+        super().crop(-remove)
+        if self.prefix is not None and remove > tail:
+            kept = self.prefix.columns - (remove - tail)
+            self._share(self.prefix.crop(kept) if kept > 0 else None)
+        if remove == length:
+            self._decoding = False
+
+    def reset(self) -> None:
+        """Forget everything; the cache can be filled anew."""
+        super().reset()
+        self._share(None)
+        self._decoding = False
+        self.cells = []
+        self.note = _UNTOUCHED
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the batch rows ``indices`` (integers or a boolean mask)."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        super().batch_select_indices(indices)
+        self._select(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.prefix is not None:
+            self._select([i for i in range(len(self.prefix.rows)) for _ in range(repeats)])
+
+    def _select(self, indices: list[int]) -> None:
+        if self.prefix is not None:
+            self._share(self.prefix.select(indices))
+
+    # ---- bytes ---------------------------------------------------------------------------------------------------
+
+    @property
+    def prefix_nbytes(self) -> int:
+        """Bytes of the storages that the compressed prefix keeps: codes, scales, factors, sinks, window."""
+        return self.prefix.nbytes if self.prefix is not None else 0
+
+    @property
+    def tail_nbytes(self) -> int:
+        """Bytes of the exact tensors: tail, or everything while nothing is compressed, and sliding-window layers."""
+        return storage_bytes(t for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every storage this cache keeps alive."""
+        return self.prefix_nbytes + self.tail_nbytes
+
+    def report(self) -> CacheReport:
+        """Measured bytes and errors of the cache as it is now. Cell errors are those found when it was compressed."""
+        rows = self.prefix.rows if self.prefix is not None else ()
+        tokens = sum(row.length for row in rows)
+        first = self.compressible[0]
+        return CacheReport(
+            method=type(self).__name__,
+            rows=max(0, first.batch_size),
+            prefix_tokens=tokens,
+            prefix_nbytes=self.prefix_nbytes,
+            dense_nbytes=self.shape.dense_bytes(tokens),
+            tail_tokens=first.keys.shape[-2] if first.is_initialized else 0,
+            tail_nbytes=self.tail_nbytes,
+            note=self.note,
+            cells=tuple(self.cells),
+        )

@@ -1,0 +1,49 @@
+"""Per-row asymmetric integer codes: the simplest codec people use, kept as a baseline and for latents.
+
+One row is one token of one head. A row stores a float16 step and a float16 minimum (not a clamped zero point), so a
+row that does not span zero loses nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvslim.quantizing.packing import pack, unpack
+
+
+@dataclass(frozen=True)
+class IntegerCodes:
+    """Packed asymmetric codes.
+
+    Attributes:
+        codes: uint8 ``(..., packed_bytes(size, bits))``.
+        steps: float16 ``(...)``, one per row.
+        minima: float16 ``(...)``, one per row.
+        bits: code width, 1 to 8.
+        size: coordinates per row.
+    """
+
+    codes: Tensor
+    steps: Tensor
+    minima: Tensor
+    bits: int
+    size: int
+
+
+def encode(x: Tensor, bits: int) -> IntegerCodes:
+    """Encode ``x`` of shape ``(..., size)``, float32 and finite (Palu, Appendix A, with a float minimum)."""
+    low, high = x.amin(-1), x.amax(-1)
+    minima = low.to(torch.float16)
+    steps = ((high - minima.to(torch.float32)) / ((1 << bits) - 1)).clamp_min(0).to(torch.float16)
+    scaled = (x - minima[..., None].to(torch.float32)) / steps[..., None].to(torch.float32).clamp_min(1e-12)
+    codes = scaled.round().clamp_(0, (1 << bits) - 1)
+    return IntegerCodes(pack(codes, bits), steps, minima, bits, x.shape[-1])
+
+
+def decode(stored: IntegerCodes) -> Tensor:
+    """Undo :func:`encode`: float32 ``(..., size)``."""
+    codes = unpack(stored.codes, stored.bits, stored.size).to(torch.float32)
+    return codes * stored.steps[..., None].to(torch.float32) + stored.minima[..., None].to(torch.float32)

@@ -42,12 +42,16 @@ def test_file_asks_for_its_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/model", "Org-1/model_2.0"])
-def test_hub_ids_pass(name: str) -> None:
+def test_hub_ids_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)  # where no directory has such a name
     assert models.resolve(name) == name
 
 
-@pytest.mark.parametrize("name", ["", " ", "a b", "./missing", "/missing/model", "a/b/c", "../x", "a--b", "x.git"])
-def test_other_names_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["", " ", "a b", "./missing", "/missing/model", "a/b/c", "../missing", "a--b", "x.git"]
+)
+def test_other_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelSourceError, match="neither an existing directory nor a possible hub id"):
         models.resolve(name)
 

@@ -169,7 +169,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
     if not commit:
         found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         commit = found.stdout.strip() or "unknown"
-    cuda = torch.cuda.is_available()
+    cpu = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     files = [args.test, *args.calibration]
     return {
         "command": shlex.join(["python", *sys.argv]),
@@ -178,7 +178,7 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__
         },
-        "hardware": torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "dtype": "float32, TF32 off",
         "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files},
     }  # fmt: skip

@@ -290,6 +290,44 @@ def palu_copy(make_tiny: Any) -> PreTrainedModel:
     return build(make_tiny, {})
 
 
+def test_a_deep_copy_rotates_by_its_own_frequencies(make_tiny: Any) -> None:
+    slim = compressed(build(make_tiny, {}), rate=0.5)
+    twin = copy.deepcopy(slim)
+    common = {"attention_mask": PADDED, "max_new_tokens": 5, "do_sample": False}
+    assert torch.equal(twin.generate(IDS, **common), slim.generate(IDS, **common))
+    twin.model.rotary_emb.inv_freq.mul_(0.5)
+    changed, _ = in_chunks(twin, IDS, PADDED, [21])
+    torch.testing.assert_close(changed[PADDED.bool()], at_once(twin, IDS, PADDED)[PADDED.bool()], atol=1e-4, rtol=1e-4)
+
+
+class Letters:
+    """One token per character."""
+
+    bos_token_id = 1
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_calibration_from_texts(make_tiny: Any) -> None:
+    model, texts = build(make_tiny, {}), ["the quick brown fox " * 4, "jumps over the lazy dog"]
+    config = PaluConfig(rate=0.5)
+    slim = palu.compress(copy.deepcopy(model), Letters(), config, texts, window_length=25, prepend_bos=True)
+    assert slim.palu.calibration_tokens == 4 * 25
+    with pytest.raises(CalibrationError, match="have 103 tokens; 5 windows of 25 need 125"):
+        palu.compress(model, Letters(), config, texts, window_length=25, calibration_windows=5)
+    with pytest.raises(CalibrationError, match="have 103 tokens; 1 windows of 2048 need 2048"):
+        palu.compress(model, Letters(), config, texts)
+
+
+def test_half_precision_models(make_tiny: Any) -> None:
+    model = build(make_tiny, {}).to(torch.bfloat16)
+    slim = compressed(model, rate=0.0, group_size=2)
+    own, ours = at_once(model, IDS, PADDED)[PADDED.bool()], in_chunks(slim, IDS, PADDED, [12, 9])[0][PADDED.bool()]
+    assert ours.dtype == torch.bfloat16
+    assert (ours - own).float().norm() < 0.02 * own.float().norm()
+
+
 def test_progress_names_each_stage(make_tiny: Any) -> None:
     seen: list[tuple[str, int, int]] = []
     palu.compress(

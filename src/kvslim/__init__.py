@@ -1,0 +1,39 @@
+"""kvslim: the KV cache of large language models several times smaller, with the loss measured and shown.
+
+The two methods read top to bottom in :mod:`kvslim.palu` (offline, by the weights) and :mod:`kvslim.jolt` (at run time,
+on the filled cache). Names are loaded on first use, so that ``import kvslim`` itself is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvslim.errors import KvslimError
+
+if TYPE_CHECKING:
+    from kvslim.caching.latent import LatentCache
+    from kvslim.jolt import JoltCache, JoltConfig
+    from kvslim.palu import PaluConfig, compress
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "JoltCache": "kvslim.jolt",
+    "JoltConfig": "kvslim.jolt",
+    "LatentCache": "kvslim.caching.latent",
+    "PaluConfig": "kvslim.palu",
+    "compress": "kvslim.palu",
+}
+
+__all__ = ["JoltCache", "JoltConfig", "KvslimError", "LatentCache", "PaluConfig", "__version__", "compress"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvslim' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -33,7 +33,7 @@ from kvslim.quantizing.rotated import distortion
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_KEEP_GRAM_BELOW = 1024  # slabs × features up to which a cell's Gram matrix is kept between the two passes
+_KEEP_VECTORS_BELOW = 1024  # slabs × features up to which a cell's singular vectors wait for the second pass
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ class JoltCache(CompressedCache):
                 x = self._cell_tensor(cells[-1])
                 found = hosvd(x)
                 choices.append(choices_of(found, (x.shape[0], x.shape[1], x.shape[2]), self.config))
-                keep = x.shape[0] * x.shape[2] <= _KEEP_GRAM_BELOW
-                spectra.append(found if keep else dataclasses.replace(found, gram=None))
+                keep = x.shape[0] * x.shape[2] <= _KEEP_VECTORS_BELOW
+                spectra.append(found if keep else dataclasses.replace(found, token_vectors=None))
         result = allocate([c.costs for c in choices], [c.errors for c in choices], budget)
         plans = [choice.plans[index] for choice, index in zip(choices, result.choices, strict=True)]
         return list(zip(cells, plans, spectra, strict=True))

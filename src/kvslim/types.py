@@ -38,7 +38,7 @@ class Rope:
     rotary_dim: int
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine for integer ``positions`` of any shape: each ``(*positions.shape, rotary_dim / 2)``, float32."""
+        """Cosine and sine of integer ``positions``: each ``(*positions.shape, rotary_dim / 2)`` float32."""
         freq = self.inv_freq.to(device=positions.device, dtype=torch.float32)
         phase = positions.to(torch.float32)[..., None] * freq
         return phase.cos(), phase.sin()

@@ -99,12 +99,28 @@ def _bisect(cells: list[_Frontier], budget: int) -> tuple[float, list[int]]:
     return high, chosen if _total_cost(cells, chosen) <= budget else [0] * len(cells)
 
 
+class _Table:
+    """All frontiers in two rectangles; a row ends in choices that nobody can afford."""
+
+    def __init__(self, cells: list[_Frontier]) -> None:
+        width = max(len(cell.cost) for cell in cells)
+        self.cost = np.full((len(cells), width), np.iinfo(np.int64).max)
+        self.error = np.full((len(cells), width), np.inf)
+        for row, cell in enumerate(cells):
+            self.cost[row, : len(cell.cost)] = cell.cost
+            self.error[row, : len(cell.error)] = cell.error
+
+
 def _repair(cells: list[_Frontier], chosen: list[int], budget: int) -> list[int]:
     """Spend what the dual left: upgrades while any fits, then swaps that pay for an upgrade with a downgrade."""
     chosen = list(chosen)
+    table = _Table(cells)
     slack = budget - _total_cost(cells, chosen)
-    for _ in range(100 * len(cells)):
-        move = _best_upgrade(cells, chosen, slack) or _best_swap(cells, chosen, slack)
+    swaps = 0
+    while swaps < _SWAP_ROUNDS:
+        move = _best_upgrade(cells, chosen, slack)
+        if move is None:
+            move, swaps = _best_swap(table, chosen, slack), swaps + 1
         if move is None:
             break
         for cell, choice in move:
@@ -114,6 +130,8 @@ def _repair(cells: list[_Frontier], chosen: list[int], budget: int) -> list[int]
 
 
 _Move = list[tuple[int, int]]
+_SWAP_DEPTH = 6  # how many steps a swap may downgrade
+_SWAP_ROUNDS = 40
 
 
 def _best_upgrade(cells: list[_Frontier], chosen: list[int], slack: int) -> _Move | None:
@@ -129,19 +147,20 @@ def _best_upgrade(cells: list[_Frontier], chosen: list[int], slack: int) -> _Mov
     return best
 
 
-def _best_swap(cells: list[_Frontier], chosen: list[int], slack: int) -> _Move | None:
-    """Downgrade one cell by one step and upgrade another with the freed bytes, if the total error falls."""
-    best_gain, best = 0.0, None
-    for i, (cell, now) in enumerate(zip(cells, chosen, strict=True)):
-        if now == 0:
-            continue
-        freed = slack + int(cell.cost[now] - cell.cost[now - 1])
-        loss = float(cell.error[now - 1] - cell.error[now])
-        for j, (other, at) in enumerate(zip(cells, chosen, strict=True)):
-            if i == j:
-                continue
-            up = int(np.searchsorted(other.cost, other.cost[at] + freed, side="right")) - 1
-            gain = float(other.error[at] - other.error[up]) - loss
-            if up > at and gain > best_gain * (1 + 1e-9) + 1e-15:
-                best_gain, best = gain, [(i, now - 1), (j, up)]
+def _best_swap(table: _Table, chosen: list[int], slack: int) -> _Move | None:
+    """Downgrade one cell by a few steps and upgrade another with the freed bytes, if the total error falls."""
+    cells = np.arange(len(chosen))
+    now = np.array(chosen)
+    cost, error = table.cost[cells, now], table.error[cells, now]
+    best_gain, best = 1e-15 + 1e-9 * float(error.sum()), None
+    for i, at in enumerate(chosen):
+        for down in range(max(0, at - _SWAP_DEPTH), at):
+            freed = slack + int(cost[i] - table.cost[i, down])
+            up = (table.cost <= (cost + freed)[:, None]).sum(1) - 1
+            gain = error - table.error[cells, up]
+            gain[i] = -np.inf
+            j = int(np.argmax(gain))
+            total = float(gain[j] - (table.error[i, down] - error[i]))
+            if total > best_gain:
+                best_gain, best = total, [(i, down), (j, int(up[j]))]
     return best

@@ -30,6 +30,7 @@ def compressible_layers(model: PreTrainedModel) -> tuple[KVShape, list[LayerSlot
     full = windows.count(None)
     if not full:
         raise UnsupportedModelError(
-            "Every layer of this model has a sliding window, which already bounds its cache; there is nothing to compress."
+            "Every layer of this model has a sliding window, which already bounds its cache. "
+            "There is nothing to compress."
         )
     return dataclasses.replace(kv_shape_of(model), layers=full), slots

@@ -1,9 +1,9 @@
 """The transformers cache around a compressed prefix: fill exactly, compress once, append exactly.
 
-While a prompt is prefilled, in one piece or in chunks, the layers keep what they are given. :meth:`CompressedCache.compress`
-turns all of it into a :class:`~kvslim.caching.prefix.Prefix`; it happens by itself when the first single token after a
-prefill arrives. New tokens go to an exact tail. Attention sees dense keys and values that are rebuilt one layer at a
-time and not kept.
+While a prompt is prefilled, in one piece or in chunks, the layers keep what they are given.
+:meth:`CompressedCache.compress` turns all of it into a :class:`~kvslim.caching.prefix.Prefix`; it happens by itself
+when the first single token after a prefill arrives. New tokens go to an exact tail. Attention sees dense keys and
+values that are rebuilt one layer at a time and not kept.
 """
 
 from __future__ import annotations
@@ -263,7 +263,8 @@ class CompressedCache(Cache):
         mask = self.attention_mask.to("cpu").bool()
         if mask.dim() != 2 or batch % mask.shape[0] or mask.shape[1] > columns:
             raise CacheStateError(
-                f"attention_mask of shape {tuple(mask.shape)} does not fit a cache of {batch} rows and {columns} columns."
+                f"attention_mask of shape {tuple(mask.shape)} does not fit a cache of {batch} rows and {columns} "
+                "columns. Pass the mask of the prompt that was prefilled."
             )
         mask = mask.repeat_interleave(batch // mask.shape[0], dim=0)
         mask = torch.nn.functional.pad(mask, (0, columns - mask.shape[1]), value=True)
@@ -321,7 +322,7 @@ class CompressedCache(Cache):
         )
 
     def _model_layer(self, slot: int) -> int:
-        return self.layers.index(self.compressible[slot])
+        return int(self.layers.index(self.compressible[slot]))
 
     def _check_finite(self, spans: list[tuple[int, int]]) -> None:
         for index, layer in enumerate(self.layers):
@@ -330,8 +331,8 @@ class CompressedCache(Cache):
                     for row, (start, end) in enumerate(spans):
                         if not torch.isfinite(dense[row, :, start:end]).all():
                             raise NonFiniteError(
-                                f"The {name} of layer {index}, batch row {row}, hold NaN or Inf. Check the model's dtype "
-                                "and input; nothing was compressed."
+                                f"The {name} of layer {index}, batch row {row}, hold NaN or Inf. Check the model's "
+                                "dtype and input; nothing was compressed."
                             )
 
     # ---- what transformers asks of a cache ---------------------------------------------------------------------
@@ -342,7 +343,7 @@ class CompressedCache(Cache):
             layer.prefix = prefix
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens (a positive number is the length to keep, as transformers had it).
+        """Remove the last ``-tokens_to_remove`` tokens; a positive number is the length to keep (legacy form).
 
         Cropping into the compressed prefix slices its token factors and codes.
         """

@@ -7,7 +7,7 @@ reordering, repeating or selecting rows only moves references.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -146,6 +146,11 @@ class Prefix:
     def map(self, change: Callable[[Tensor], Tensor]) -> Prefix:
         return map_tensors(self, change)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor that is kept for these tokens; the rotary frequencies belong to the model."""
+        for row in self.rows:
+            yield from iter_tensors((row.sinks, row.window, row.keys, row.values))
+
     @property
     def nbytes(self) -> int:
-        return storage_bytes(iter_tensors(self))
+        return storage_bytes(self.tensors())

@@ -24,16 +24,17 @@ class Hosvd:
         energy: squared Frobenius norm of the cell.
         core_energy: ``(R, d)`` float64; squared core of the full HOSVD, summed over ``m``; ``R = min(T, m d)``.
         feature_basis: ``(d, d)`` float64, columns by falling energy.
-        gram: ``(m d, m d)`` float64, token-mode Gram on the small side, or None when ``m d > T``.
+        token_vectors: ``(m d, R)`` float64, right singular vectors of the token unfolding by falling energy, or None
+            when ``m d > T`` (or when the caller dropped them to save memory): they are then computed again.
     """
 
     energy: float
     core_energy: Tensor
     feature_basis: Tensor
-    gram: Tensor | None
+    token_vectors: Tensor | None
 
     def tail(self) -> Tensor:
-        """``τ(r_T, r_d)``: the share of energy that a truncation loses, ``(R + 1, d + 1)`` float64, row/column 0 = 1."""
+        """``τ(r_T, r_d)``: the share of energy that a truncation loses, ``(R + 1, d + 1)`` float64; 1 at rank 0."""
         rows, columns = self.core_energy.shape
         kept = torch.zeros(rows + 1, columns + 1, dtype=torch.float64, device=self.core_energy.device)
         kept[1:, 1:] = self.core_energy.cumsum(0).cumsum(1)
@@ -70,15 +71,14 @@ def hosvd(x: Tensor) -> Hosvd:
     _, feature_basis = _eigh_descending(torch.einsum("mtd,mte->de", wide, wide))
     if slabs * features <= tokens:
         unfolded = wide.permute(1, 0, 2).reshape(tokens, slabs * features)
-        gram = unfolded.T @ unfolded
-        values, vectors = _eigh_descending(gram)
+        values, vectors = _eigh_descending(unfolded.T @ unfolded)
         core = values.sqrt()[:, None] * vectors.T  # U_Tᵀ X, without a second pass over X
     else:
-        gram = None
+        vectors = None
         _, token_basis = _eigh_descending(torch.einsum("mtd,msd->ts", wide, wide))
         core = token_basis.T @ wide.permute(1, 0, 2).reshape(tokens, slabs * features)
     core = core.unflatten(1, (slabs, features)) @ feature_basis
-    return Hosvd(float(wide.square().sum()), core.square().sum(1), feature_basis, gram)
+    return Hosvd(float(wide.square().sum()), core.square().sum(1), feature_basis, vectors)
 
 
 def st_hosvd(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | None = None) -> TuckerFactors:
@@ -92,14 +92,14 @@ def st_hosvd(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | Non
     spectra = spectra or hosvd(x)
     feature = None
     wide = x.to(torch.float64)
-    gram = spectra.gram
+    vectors = spectra.token_vectors
     if feature_rank < features:
         feature = spectra.feature_basis[:, :feature_rank]
         wide = wide @ feature
-        gram = None
+        vectors = None
     unfolded = wide.permute(1, 0, 2).reshape(tokens, -1)
     token_rank = min(token_rank, unfolded.shape[1])
-    token = _token_basis(unfolded, token_rank, gram)
+    token = _token_basis(unfolded, token_rank, vectors)
     core = (token.T @ unfolded).unflatten(1, (slabs, -1)).permute(1, 0, 2)
     return TuckerFactors(
         core.to(torch.float32).contiguous(),
@@ -108,15 +108,17 @@ def st_hosvd(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | Non
     )
 
 
-def _token_basis(unfolded: Tensor, rank: int, gram: Tensor | None) -> Tensor:
+def _token_basis(unfolded: Tensor, rank: int, vectors: Tensor | None) -> Tensor:
     """Leading ``rank`` left singular vectors of ``(T, m r_d)``, orthonormal to float64 rounding."""
     if rank == 0:
         return unfolded.new_zeros(unfolded.shape[0], 0)
     if unfolded.shape[1] > unfolded.shape[0]:
         return _eigh_descending(unfolded @ unfolded.T)[1][:, :rank]
-    _, vectors = _eigh_descending(unfolded.T @ unfolded if gram is None else gram)
+    if vectors is None:
+        _, vectors = _eigh_descending(unfolded.T @ unfolded)
     # QR instead of a division by the singular values: exact orthonormality also for a rank-deficient cell.
-    return torch.linalg.qr(unfolded @ vectors[:, :rank]).Q
+    basis: Tensor = torch.linalg.qr(unfolded @ vectors[:, :rank]).Q
+    return basis
 
 
 def _eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack ``codes`` of shape ``(..., n)`` with values in ``[0, 2**bits)`` into uint8 ``(..., packed_bytes(n, bits))``."""
+    """Pack ``codes`` ``(..., n)`` with values in ``[0, 2**bits)`` into uint8 ``(..., packed_bytes(n, bits))``."""
     codes = codes.to(torch.uint8)
     packed, shift = [], bits
     for width in planes(bits):
@@ -61,7 +61,7 @@ def _pack_plane(codes: Tensor, width: int) -> Tensor:
     if missing:
         codes = torch.nn.functional.pad(codes, (0, missing))
     groups = codes.unflatten(-1, (-1, per_byte))
-    packed = groups[..., 0].clone()
+    packed: Tensor = groups[..., 0].clone()
     for slot in range(1, per_byte):
         packed |= groups[..., slot] << (slot * width)
     return packed

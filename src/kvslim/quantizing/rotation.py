@@ -28,16 +28,16 @@ def rotation(size: int, seed: int, device: torch.device | str = "cpu") -> Tensor
 @lru_cache(maxsize=128)
 def _rotation_on(size: int, seed: int, device: str) -> Tensor:
     blocks = [_hadamard(block) for block in hadamard_blocks(size)]
-    matrix = torch.block_diag(*blocks) * _signs(size, seed)[:, None]
+    matrix: Tensor = torch.block_diag(*blocks) * _signs(size, seed)[:, None]
     return matrix.to(device)
 
 
 @lru_cache(maxsize=32)
 def _hadamard(size: int) -> Tensor:
-    matrix = torch.ones(1, 1)
+    matrix: Tensor = torch.ones(1, 1)
     while matrix.shape[0] < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    return matrix / size**0.5
+    return matrix.div(size**0.5)
 
 
 def _signs(size: int, seed: int) -> Tensor:

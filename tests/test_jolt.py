@@ -1,0 +1,200 @@
+"""JoLT as a whole: budgets hold on every shape, more bytes mean less error, bad settings are refused in words."""
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from kvslim.allocating.lagrangian import allocate
+from kvslim.caching.report import header_bytes
+from kvslim.decomposing.tucker import hosvd
+from kvslim.errors import BudgetError, ConfigError, UnsupportedModelError
+from kvslim.jolt import JoltCache, JoltConfig, choices_of, feature_rank_grid, token_rank_grid
+
+MakeTiny = Callable[..., PreTrainedModel]
+
+
+def filled(model: object, cache: JoltCache, tokens: int, rows: int = 1, seed: int = 0) -> JoltCache:
+    """Fill a cache with keys and values whose token spectrum falls, as real ones do."""
+    rng = torch.Generator().manual_seed(seed)
+    shape = cache.shape
+    for index in range(len(cache.layers)):
+        pair = []
+        for _ in range(2):
+            basis = torch.randn(rows, shape.kv_heads, tokens, 6, generator=rng)
+            noise = torch.randn(rows, shape.kv_heads, tokens, shape.head_dim, generator=rng)
+            mix = torch.randn(rows, shape.kv_heads, 6, shape.head_dim, generator=rng)
+            pair.append(basis @ mix + 0.3 * noise)
+        cache.update(*pair, index)
+    return cache
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    tokens=st.integers(1, 300),
+    rows=st.integers(1, 2),
+    ratio=st.floats(1.2, 8),
+    sinks=st.integers(0, 6),
+    window=st.integers(0, 20),
+    group=st.integers(1, 3),
+    pre_rope=st.booleans(),
+)
+def test_budget_holds_on_every_shape_or_is_refused(
+    make_tiny: MakeTiny, tokens: int, rows: int, ratio: float, sinks: int, window: int, group: int, pre_rope: bool
+) -> None:
+    model = make_tiny(layers=2)
+    cache = JoltCache(model, ratio=ratio, sinks=sinks, window=window, layer_group=group, pre_rope=pre_rope)
+    filled(model, cache, tokens, rows)
+    try:
+        cache.compress()
+    except BudgetError as error:
+        assert "bytes" in str(error)
+        assert cache.prefix is None
+        return
+    if tokens <= sinks + window:
+        assert cache.prefix is None
+        return
+    budget = cache.shape.dense_bytes(tokens) * rows / ratio
+    cells = 2 * -(-cache.shape.layers // group)
+    assert cache.prefix_nbytes + rows * header_bytes(cells) <= budget + rows
+    assert cache.report().ratio >= ratio * 0.999
+
+
+def test_the_budget_is_used(make_tiny: MakeTiny) -> None:
+    model = make_tiny(layers=4, head_dim=32)
+    for ratio in (2, 3, 4):
+        cache = filled(model, JoltCache(model, ratio=ratio, window=0), 1200)
+        cache.compress()
+        assert cache.prefix_nbytes >= 0.98 * cache.shape.dense_bytes(1200) / ratio
+
+
+def test_more_bytes_less_error(make_tiny: MakeTiny) -> None:
+    model = make_tiny()
+    errors = []
+    for ratio in (2, 3, 4, 6):
+        cache = filled(model, JoltCache(model, ratio=ratio, window=0), 800)
+        cache.compress()
+        errors.append(cache.report().key_error ** 2 + cache.report().value_error ** 2)
+    assert errors == sorted(errors)
+    assert errors[0] < 0.1 * errors[-1]
+
+
+def test_one_budget_beats_equal_shares() -> None:
+    """Cells of different difficulty: the joint Lagrangian must gain over giving every cell the same bytes."""
+    rng = torch.Generator().manual_seed(4)
+    config, shape = JoltConfig(ratio=4), (2, 300, 32)
+    easy = torch.randn(300, 3, generator=rng) @ torch.randn(3, 64, generator=rng) + 0.05 * torch.randn(
+        300, 64, generator=rng
+    )
+    hard = torch.randn(300, 64, generator=rng)
+    choices = [choices_of(hosvd(x.unflatten(1, (2, 32)).transpose(0, 1)), shape, config) for x in (easy, hard)]
+    budget = 2 * 2 * 2 * 300 * 32 // 4
+    joint = allocate([c.costs for c in choices], [c.errors for c in choices], budget)
+    shares = [allocate([c.costs], [c.errors], budget // 2) for c in choices]
+    assert joint.error < 0.8 * sum(share.error for share in shares)
+
+
+def test_budget_bytes_is_shared_by_length(make_tiny: MakeTiny) -> None:
+    model = make_tiny()
+    mask = torch.ones(2, 400, dtype=torch.long)
+    mask[1, :200] = 0
+    cache = filled(model, JoltCache(model, budget_bytes=60_000, window=0, attention_mask=mask), 400, rows=2)
+    cache.compress()
+    assert 58_000 * 0.9 < cache.prefix_nbytes <= 60_000
+    sizes = [sum(cell.nbytes for cell in cache.cells if cell.row == row) for row in range(2)]
+    assert sizes[0] == pytest.approx(2 * sizes[1], rel=0.15)
+
+
+def test_pre_rope_takes_the_rotation_off_exactly(make_tiny: MakeTiny) -> None:
+    """With everything kept, un-rotating and rotating back changes keys by rounding only."""
+    model = make_tiny(head_dim=32)
+    cache = filled(model, JoltCache(model, budget_bytes=10**9, window=0), 100)
+    before = [layer.keys.clone() for layer in cache.compressible]
+    cache.compress()
+    for layer, keys in zip(cache.compressible, before, strict=True):
+        assert (layer.dense()[0] - keys).norm() / keys.norm() < 1e-3
+
+
+def test_constructing_changes_nothing_on_the_model(make_tiny: MakeTiny) -> None:
+    model = make_tiny()
+    before = (json.dumps(model.config.to_dict(), default=str), type(model), [type(m) for m in model.modules()])
+    JoltCache(model, ratio=3)
+    assert before == (json.dumps(model.config.to_dict(), default=str), type(model), [type(m) for m in model.modules()])
+
+
+def test_choices_cover_pure_quantization_and_pure_rank() -> None:
+    x = torch.randn(2, 50, 8)
+    choices = choices_of(hosvd(x), (2, 50, 8), JoltConfig(ratio=2))
+    kinds = {(plan.token_rank > 0, plan.bits > 0) for plan in choices.plans}
+    assert kinds == {(False, False), (False, True), (True, False), (True, True)}
+    assert len(choices.plans) == len(choices.costs) == len(choices.errors)
+
+
+@given(most=st.integers(0, 5000))
+def test_token_rank_grid(most: int) -> None:
+    grid = token_rank_grid(most)
+    assert grid[0] == 0
+    assert grid[-1] == most
+    assert grid == sorted(set(grid))
+
+
+@given(features=st.integers(1, 300))
+def test_feature_rank_grid(features: int) -> None:
+    grid = feature_rank_grid(features)
+    assert grid[-1] == features
+    assert all(1 <= rank <= features for rank in grid)
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({}, "exactly one of ratio"),
+        ({"ratio": 3, "budget_bytes": 5}, "exactly one of ratio"),
+        ({"ratio": 1}, "above 1"),
+        ({"ratio": 0.5}, "above 1"),
+        ({"ratio": float("nan")}, "above 1"),
+        ({"ratio": float("inf")}, "above 1"),
+        ({"budget_bytes": 0}, "positive"),
+        ({"ratio": 2, "bits": (0, 9)}, "0 to 8"),
+        ({"ratio": 2, "bits": ()}, "0 to 8"),
+        ({"ratio": 2, "layer_group": 0}, "≥ 1"),
+        ({"ratio": 2, "levels": "cubic"}, "lloyd_max, uniform"),
+        ({"ratio": 2, "sinks": -1}, "≥ 0"),
+        ({"ratio": 2, "windw": 5}, "no field 'windw'"),
+    ],
+)
+def test_bad_settings(make_tiny: MakeTiny, setting: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        JoltCache(make_tiny(), **setting)
+
+
+def test_config_round_trip() -> None:
+    config = JoltConfig(ratio=3, bits=(8, 0, 4), layer_group=2)
+    assert JoltConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_config_and_settings_together_are_refused(make_tiny: MakeTiny) -> None:
+    with pytest.raises(ConfigError, match="not both"):
+        JoltCache(make_tiny(), JoltConfig(ratio=2), window=3)
+
+
+def test_budget_below_the_fixed_cost_says_what_it_takes(make_tiny: MakeTiny) -> None:
+    model = make_tiny()
+    cache = filled(model, JoltCache(model, budget_bytes=900, sinks=4, window=4), 100)
+    with pytest.raises(BudgetError, match="alone take 5312 bytes"):
+        cache.compress()
+    assert cache.prefix is None
+    assert cache.get_seq_length() == 100
+
+
+def test_unsupported_model_is_named() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32))
+    with pytest.raises(UnsupportedModelError, match=r"gpt2.*llama"):
+        JoltCache(model, ratio=2)

@@ -1,0 +1,229 @@
+"""Run many methods over the same windows and sum up what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from kvslim.attending.families import attention_modules
+from kvslim.attending.latent_model import install
+from kvslim.caching.latent import LatentCache, LatentLayout
+from kvslim.calibrating.fisher import calibrate_fisher
+from kvslim.calibrating.grams import calibrate_grams
+from kvslim.errors import CalibrationError
+from kvslim.evaluating.continuation import (
+    ContinuationConfig,
+    Reference,
+    Scored,
+    run_reference,
+    score_cache,
+    score_palu,
+)
+from kvslim.evaluating.divergence import Divergence
+from kvslim.evaluating.methods import CacheMethod, Method, Palu
+from kvslim.palu import PaluReport, compress_with, restore, snapshot
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is done, steps done, steps in all)."""
+
+_FISHER_LENGTH = 1024  # tokens of each calibration window that the Fisher pass uses (Palu, Sec. 4)
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What was measured of one method, pooled over all windows.
+
+    Attributes:
+        method: its name.
+        family: what plots group it by.
+        settings: every setting, defaults included.
+        nbytes: measured bytes of the caches after compression, all windows together.
+        bytes_per_token: the same per prefilled token.
+        ratio: bf16 bytes of the same tokens over ``nbytes``.
+        perplexity: of the scored tokens.
+        kl: mean ``KL(P_uncompressed ‖ P_compressed)`` in nats per token.
+        kl_per_window: its mean within each window, to show the spread.
+        agreement: share of tokens with the same most likely prediction.
+        key_error, value_error: relative Frobenius error of the (rotated) keys and the values that attention sees, all
+            tokens and layers together; exact sinks and recent tokens are part of both.
+        seconds: mean time per window to compress, prefill excluded; for Palu of its own prefill.
+        note: what differs from the request, or empty.
+    """
+
+    method: str
+    family: str
+    settings: dict[str, Any]
+    nbytes: int
+    bytes_per_token: float
+    ratio: float
+    perplexity: float
+    kl: float
+    kl_per_window: tuple[float, ...]
+    agreement: float
+    key_error: float
+    value_error: float
+    seconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PaluVariant:
+    """The parts of a Palu-compressed model that differ from the original; swapped in for as long as they are used."""
+
+    attentions: tuple[nn.Module, ...]
+    layout: LatentLayout
+    report: PaluReport
+
+    @contextmanager
+    def on(self, model: PreTrainedModel) -> Iterator[None]:
+        """Make ``model`` the compressed one inside the ``with``; it is the original again afterwards."""
+        saved = snapshot(model)
+        install(model, self.attentions, self.layout)
+        try:
+            yield
+        finally:
+            restore(model, saved)
+
+
+def palu_variants(
+    model: PreTrainedModel,
+    methods: Sequence[Method],
+    calibration: Tensor | None,
+    progress: Progress | None = None,
+) -> dict[str, PaluVariant]:
+    """Compress ``model`` once per Palu method, from one calibration, and leave the model as it was.
+
+    Args:
+        model: an uncompressed model.
+        methods: any methods; those of Palu are prepared.
+        calibration: ``(windows, length)`` token ids of text other than the test text.
+        progress: called with the step's name.
+
+    Raises:
+        CalibrationError: a method needs calibration and there is none, or it is unusable.
+        UnsupportedModelError, ConfigError, NonFiniteError: as :func:`kvslim.palu.compress`.
+    """
+    wanted = [method for method in methods if isinstance(method, Palu)]
+    if any(method.needs_calibration for method in wanted) and calibration is None:
+        raise CalibrationError("Palu needs calibration windows, of text other than the test text.")
+
+    def stage(name: str) -> Callable[[int, int], None] | None:
+        return None if progress is None else lambda done, of: progress(name, done, of)
+
+    grams = fisher = None
+    if calibration is not None and any(method.config.needs_grams for method in wanted):
+        grams = calibrate_grams(model, calibration, progress=stage("calibrating Palu: Gram matrices"))
+    if calibration is not None and any(method.config.needs_fisher for method in wanted):
+        fisher_windows = calibration[:, :_FISHER_LENGTH]
+        fisher = calibrate_fisher(model, fisher_windows, progress=stage("calibrating Palu: Fisher information"))
+    variants = {}
+    for done, method in enumerate(wanted):
+        saved = snapshot(model)
+        compress_with(model, method.config, grams=grams, fisher=fisher)
+        variants[method.name] = PaluVariant(tuple(attention_modules(model)), model.palu_layout, model.palu)
+        restore(model, saved)
+        if progress is not None:
+            progress("factoring the projections for Palu", done + 1, len(wanted))
+    return variants
+
+
+def compare(
+    model: PreTrainedModel,
+    methods: Sequence[Method],
+    windows: Tensor,
+    config: ContinuationConfig,
+    *,
+    variants: dict[str, PaluVariant] | None = None,
+    progress: Progress | None = None,
+) -> list[MethodResult]:
+    """Measure every method on every window of ``(count, T + N + 1)`` token ids; the model is left as it was.
+
+    Args:
+        model: an uncompressed model in eval mode.
+        methods: what to measure, in the order of the result.
+        windows: token ids, see :func:`kvslim.evaluating.windows.evenly_spaced_windows`.
+        config: T, N and how they are fed.
+        variants: of :func:`palu_variants`, for the methods of Palu.
+        progress: called once per window and method.
+
+    Raises:
+        CalibrationError: a Palu method has no variant.
+        ConfigError, BudgetError, NonFiniteError, UnsupportedModelError: of the windows and methods.
+    """
+    variants = variants or {}
+    if missing := [m.name for m in methods if isinstance(m, Palu) and m.name not in variants]:
+        raise CalibrationError(f"No compressed model for {', '.join(missing)}: make it with palu_variants().")
+    for method in methods:
+        if isinstance(method, CacheMethod):
+            method.make_cache(model)  # so that a model it does not support shows before any work
+    scored: dict[str, list[Scored]] = {method.name: [] for method in methods}
+    steps = windows.shape[0] * (len(methods) + 1)
+    done = 0
+    for index, window in enumerate(windows):
+        where = f"window {index + 1} of {windows.shape[0]}"
+        reference = run_reference(model, window, config)
+        done += 1
+        _report(progress, f"{where}: uncompressed run", done, steps)
+        for method in methods:
+            scored[method.name].append(_measure(model, method, variants, reference, config))
+            done += 1
+            _report(progress, f"{where}: {method.name}", done, steps)
+    tokens = windows.shape[0] * config.tokens
+    return [_pool(method, scored[method.name], tokens, variants.get(method.name)) for method in methods]
+
+
+def _report(progress: Progress | None, name: str, done: int, steps: int) -> None:
+    if progress is not None:
+        progress(name, done, steps)
+
+
+def _measure(
+    model: PreTrainedModel,
+    method: Method,
+    variants: dict[str, PaluVariant],
+    reference: Reference,
+    config: ContinuationConfig,
+) -> Scored:
+    if isinstance(method, CacheMethod):
+        return score_cache(model, method.make_cache(model), reference, config)
+    variant = variants[method.name]
+    with variant.on(model):
+        return score_palu(model, LatentCache(variant.layout), reference, config)
+
+
+def _pool(method: Method, scored: list[Scored], tokens: int, variant: PaluVariant | None) -> MethodResult:
+    total = sum((one.divergence for one in scored), Divergence())
+    nbytes = sum(one.nbytes for one in scored)
+    return MethodResult(
+        method=method.name,
+        family=method.family,
+        settings=method.settings,
+        nbytes=nbytes,
+        bytes_per_token=nbytes / tokens,
+        ratio=sum(one.dense_nbytes for one in scored) / nbytes,
+        perplexity=total.perplexity,
+        kl=total.mean_kl,
+        kl_per_window=tuple(one.divergence.mean_kl for one in scored),
+        agreement=total.agreement,
+        key_error=_relative([one.key_lost for one in scored], [one.key_energy for one in scored]),
+        value_error=_relative([one.value_lost for one in scored], [one.value_energy for one in scored]),
+        seconds=sum(one.seconds for one in scored) / len(scored),
+        note="" if variant is None else _palu_note(variant.report),
+    )
+
+
+def _relative(lost: list[float], energy: list[float]) -> float:
+    return math.sqrt(sum(lost) / sum(energy)) if sum(energy) else 0.0
+
+
+def _palu_note(report: PaluReport) -> str:
+    parts = [f"{report.rate:.1%} of the channels removed", f"calibrated on {report.calibration_tokens} tokens"]
+    return "; ".join([*parts, *report.plan.notes])

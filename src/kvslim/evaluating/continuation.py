@@ -1,0 +1,243 @@
+"""The protocol behind every quality figure: prefill T tokens, compress, score the next N *through* the cache.
+
+One uncompressed run per window gives the reference: its keys and values fill the run-time caches, so that the prefill
+is paid once, and its logits are what the others are compared with. A Palu model makes its latents itself.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from kvslim.attending.families import attention_modules, attention_scaling_of, rope_of, sliding_window_of
+from kvslim.caching.block import storage_bytes
+from kvslim.caching.compressed import CompressedCache, CompressedLayer
+from kvslim.caching.latent import LatentCache
+from kvslim.config import JsonConfig
+from kvslim.errors import ConfigError
+from kvslim.evaluating.divergence import Divergence, divergence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Steps = Literal["block", "token"]
+
+
+@dataclass(frozen=True)
+class ContinuationConfig(JsonConfig):
+    """What is prefilled and scored in each window.
+
+    Attributes:
+        tokens: prefilled tokens T, the compressed part.
+        score: scored tokens N; a window holds ``T + N + 1``.
+        steps: feed the N tokens in one forward (``block``) or one at a time, as decoding does (``token``). The
+            mathematics is the same; rounding differs.
+    """
+
+    tokens: int = 2048
+    score: int = 256
+    steps: Steps = "block"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.score < 1:
+            raise ConfigError(f"tokens and score are numbers of tokens ≥ 1, not {self.tokens} and {self.score}.")
+        if self.steps not in ("block", "token"):
+            raise ConfigError(f"steps is 'block' or 'token', not {self.steps!r}.")
+
+    @property
+    def window(self) -> int:
+        """Tokens that one window needs."""
+        return self.tokens + self.score + 1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The uncompressed run over one window.
+
+    Attributes:
+        ids: ``(1, T + N + 1)`` int64, on the model's device.
+        keys, values: per layer ``(1, kv_heads, t, head_dim)`` after the prefill, in the model's dtype; ``t = T`` except
+            for sliding-window layers, which keep their window.
+        logits: ``(N, vocab)`` float32 that predict tokens ``T + 1`` to ``T + N``.
+    """
+
+    ids: Tensor
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One cache on one window.
+
+    Attributes:
+        divergence: sums over the N scored tokens.
+        key_lost, value_lost: squared error of what attention sees against the uncompressed cache, all layers together.
+        key_energy, value_energy: squared norm of the uncompressed keys and values.
+        nbytes: measured bytes of the cache after compression, before scoring.
+        dense_nbytes: bytes of the same tokens in bf16.
+        seconds: time to compress, prefill excluded; for Palu the time of its own prefill.
+    """
+
+    divergence: Divergence
+    key_lost: float
+    value_lost: float
+    key_energy: float
+    value_energy: float
+    nbytes: int
+    dense_nbytes: int
+    seconds: float
+
+
+@torch.no_grad()
+def run_reference(model: PreTrainedModel, window: Tensor, config: ContinuationConfig) -> Reference:
+    """Run the uncompressed model over one window ``(T + N + 1,)`` of token ids.
+
+    Raises:
+        ConfigError: the window has another length, or a token that the model does not know.
+    """
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    if window.ndim != 1 or window.shape[0] != config.window:
+        raise ConfigError(f"A window holds {config.window} tokens here, not {tuple(window.shape)}.")
+    if int(window.min()) < 0 or int(window.max()) >= vocabulary:
+        raise ConfigError(f"Token ids go from 0 to {vocabulary - 1} in this model; is the tokenizer another model's?")
+    ids = window[None].to(model.device)
+    cache = DynamicCache(config=model.config)
+    prefill(model, cache, ids[:, : config.tokens])
+    keys = tuple(layer.keys for layer in cache.layers)
+    values = tuple(layer.values for layer in cache.layers)
+    return Reference(ids, keys, values, score(model, cache, ids, config))
+
+
+def prefill(model: PreTrainedModel, cache: Cache, ids: Tensor) -> None:
+    """Run ``ids`` ``(1, T)`` into ``cache``; no logits are made but the last."""
+    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+
+
+def fill(model: PreTrainedModel, cache: Cache, reference: Reference, config: ContinuationConfig) -> None:
+    """Put the reference's prefill into an empty run-time cache, exactly as a prefill would.
+
+    The keys and values of the uncompressed run are handed over layer by layer. A model with sliding windows keeps too
+    little for that and is run again.
+    """
+    if any(window is not None for window in sliding_window_of(model)):
+        prefill(model, cache, reference.ids[:, : config.tokens])
+        return
+    for index, (keys, values) in enumerate(zip(reference.keys, reference.values, strict=True)):
+        cache.update(keys, values, index)
+
+
+def score(model: PreTrainedModel, cache: Cache, ids: Tensor, config: ContinuationConfig) -> Tensor:
+    """Feed tokens ``T`` to ``T + N - 1`` to the model on top of ``cache``; ``(N, vocab)`` float32 logits."""
+    stop = config.tokens + config.score
+    starts = range(config.tokens, stop, 1 if config.steps == "token" else config.score)
+    size = 1 if config.steps == "token" else config.score
+    parts = [model(input_ids=ids[:, at : at + size], past_key_values=cache).logits[0].float() for at in starts]
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def score_cache(model: PreTrainedModel, cache: Cache, reference: Reference, config: ContinuationConfig) -> Scored:
+    """Fill and compress a run-time cache, then score through it. A cache that cannot compress is scored as it is."""
+    fill(model, cache, reference, config)
+    started = time.perf_counter()
+    if isinstance(cache, CompressedCache):
+        cache.compress()
+    return _scored(model, cache, reference, config, time.perf_counter() - started)
+
+
+@torch.no_grad()
+def score_palu(model: PreTrainedModel, cache: LatentCache, reference: Reference, config: ContinuationConfig) -> Scored:
+    """Prefill a Palu model into its own latents, then score through them.
+
+    If the model computes in float32 the latents are rounded to bf16 after the prefill, as a bf16 model would keep
+    them: what is counted is what is scored.
+    """
+    started = time.perf_counter()
+    prefill(model, cache, reference.ids[:, : config.tokens])
+    seconds = time.perf_counter() - started
+    for layer in cache.layers:
+        if layer.keys.element_size() > 2:
+            layer.keys, layer.values = layer.keys.bfloat16(), layer.values.bfloat16()
+    return _scored(model, cache, reference, config, seconds)
+
+
+def _scored(
+    model: PreTrainedModel, cache: Cache, reference: Reference, config: ContinuationConfig, seconds: float
+) -> Scored:
+    nbytes = cache_bytes(cache)
+    lost, energy = [0.0, 0.0], [0.0, 0.0]
+    for index, dense in enumerate(zip(reference.keys, reference.values, strict=True)):
+        for kind, (seen, exact) in enumerate(zip(seen_by_attention(model, cache, index), dense, strict=True)):
+            lost[kind] += float((seen.float() - exact.float()).square().sum(dtype=torch.float64))
+            energy[kind] += float(exact.float().square().sum(dtype=torch.float64))
+    logits = score(model, cache, reference.ids, config)
+    targets = reference.ids[0, config.tokens + 1 : config.tokens + config.score + 1]
+    return Scored(
+        divergence(logits, reference.logits, targets),
+        key_lost=lost[0],
+        value_lost=lost[1],
+        key_energy=energy[0],
+        value_energy=energy[1],
+        nbytes=nbytes,
+        dense_nbytes=sum(2 * (k.numel() + v.numel()) for k, v in zip(reference.keys, reference.values, strict=True)),
+        seconds=seconds,
+    )
+
+
+def cache_bytes(cache: Any) -> int:
+    """Measured bytes of everything a cache keeps.
+
+    An uncompressed cache in float32 is measured on a bf16 copy: nobody stores it wider, and the ratio is one then.
+    """
+    if hasattr(cache, "nbytes"):
+        return int(cache.nbytes)
+    kept = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+    return sum(storage_bytes([tensor.to(torch.bfloat16).clone()]) for tensor in kept)
+
+
+def seen_by_attention(model: PreTrainedModel, cache: Cache, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys, rotated, and values that attention gets for the cached tokens: ``(1, kv_heads, t, head_dim)`` each.
+
+    For Palu they are rebuilt from the latents. Its deeper layers see inputs that earlier layers have changed, so the
+    error is that of the whole model at this layer, not of one factorization alone.
+    """
+    held = cache.layers[layer]
+    if isinstance(held, CompressedLayer):
+        return held.dense()
+    if not isinstance(cache, LatentCache):
+        return held.keys, held.values
+    attention: Any = attention_modules(model)[layer]
+    keys, values = (
+        projection.rebuild(latents.to(projection.down.weight.dtype)).unflatten(-1, (-1, attention.head_dim))
+        for projection, latents in ((attention.k_latent, held.keys), (attention.v_latent, held.values))
+    )
+    places = cache.positions.last(held.held)[:, None]
+    rotated = rope_of(model).rotate(keys.transpose(1, 2), places) * attention_scaling_of(model)
+    return rotated, values.transpose(1, 2)
+
+
+@torch.no_grad()
+def perplexity(model: PreTrainedModel, windows: Tensor) -> float:
+    """One-pass perplexity over ``(windows, length)`` token ids that do not overlap; each window is run on its own.
+
+    No cache is read back, so a run-time cache has no part in it. For a Palu model keys and values go through the
+    factors all the same, so its loss shows.
+
+    Raises:
+        ConfigError: the windows are not of this shape, or shorter than two tokens.
+    """
+    if windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
+        raise ConfigError(f"Windows have the shape (windows, length >= 2), not {tuple(windows.shape)}.")
+    nll = 0.0
+    for window in windows.to(model.device):
+        logits = model(input_ids=window[None], use_cache=False).logits[0, :-1].float()
+        nll += float(torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
+    return math.exp(nll / (windows.shape[0] * (windows.shape[1] - 1)))

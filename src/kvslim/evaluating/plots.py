@@ -1,0 +1,78 @@
+"""Plots as PNG files, drawn without a display."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvslim.errors import ConfigError
+from kvslim.evaluating.compare import MethodResult
+from kvslim.evaluating.results import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette: told apart with every kind of colour vision."""
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of ``width`` × ``height`` inches with a row of axes, bound to no display and no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write the figure to ``path``, atomically."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    write_atomically(path, buffer.getvalue())
+
+
+def plot_quality(methods: Sequence[MethodResult], path: Path, title: str) -> None:
+    """Draw divergence (logarithmic) against measured bytes per token, one colour per family, every point labelled.
+
+    The uncompressed cache, at divergence zero, is a vertical line: a logarithmic axis has no zero.
+
+    Raises:
+        ConfigError: nothing is left to draw, or the file cannot be written.
+    """
+    points = [one for one in methods if one.kl > 0]
+    if not points:
+        raise ConfigError("No method differs from the uncompressed model, so there is nothing to plot.")
+    figure, (axes,) = new_figure(7.5, 5)
+    for index, family in enumerate(dict.fromkeys(one.family for one in points)):
+        chosen = sorted((one for one in points if one.family == family), key=lambda one: one.bytes_per_token)
+        axes.plot(
+            [one.bytes_per_token / 1000 for one in chosen],
+            [one.kl for one in chosen],
+            linestyle="-" if len(chosen) > 1 else "none",
+            linewidth=1,
+            marker=_MARKERS[index % len(_MARKERS)],
+            color=_COLOURS[index % len(_COLOURS)],
+            label=family,
+        )
+    for one in points:
+        where = (one.bytes_per_token / 1000, one.kl)
+        axes.annotate(f"{one.method} ({one.ratio:.2f}x)", where, (6, 5), textcoords="offset points", fontsize=8)
+    for one in methods:
+        if one.family == "none":
+            axes.axvline(one.bytes_per_token / 1000, color="grey", linestyle=":", label="uncompressed (KL = 0)")
+    axes.set_yscale("log")
+    axes.set_xlim(left=0)
+    axes.margins(x=0.15, y=0.1)
+    axes.set_xlabel("measured cache size, kB per token (smaller is better)")
+    axes.set_ylabel("KL from the uncompressed model, nats per token (lower is better)")
+    axes.set_title(title, fontsize=10)
+    axes.grid(True, which="both", alpha=0.2)
+    axes.legend(fontsize=8)
+    save_png(figure, path)

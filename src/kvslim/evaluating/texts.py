@@ -1,0 +1,77 @@
+"""Text to evaluate on: files, and the reference topics that come with Python."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvslim.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A text and where it came from.
+
+    Attributes:
+        text: all of it.
+        origin: in words, for tables and files.
+    """
+
+    text: str
+    origin: str
+
+    def tokens(self, tokenizer: Any) -> list[int]:
+        """Its token ids, without special tokens."""
+        ids: list[int] = tokenizer(self.text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+
+def read_text(path: Path) -> TextSource:
+    """Read a UTF-8 file.
+
+    Raises:
+        ConfigError: it is missing, unreadable, not UTF-8, or empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Convert it.") from error
+    except OSError as error:
+        raise ConfigError(f"The text {path} cannot be read: {error.strerror}. Give the path of a text file.") from error
+    if not text.strip():
+        raise ConfigError(f"The text {path} is empty.")
+    return TextSource(text, str(path))
+
+
+def python_topics(tokenizer: Any, tokens: int) -> tuple[TextSource, TextSource]:
+    """Split the reference topics of Python's help system into a text to test on and one to calibrate on.
+
+    The topics (module ``pydoc_data.topics``) are taken in alphabetical order: the first ones, until there are
+    ``tokens`` tokens, are the test text; the others, none of them shared, are for calibration.
+
+    Raises:
+        ConfigError: this Python lacks the topics, or they are too short.
+    """
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("This Python lacks its reference topics (pydoc_data). Give a text: --text FILE.") from error
+    names = sorted(topics)
+    count = test = 0
+    while count < tokens:
+        if test >= len(names) - 1:
+            raise ConfigError(
+                f"Python's reference topics have too few tokens: {count} found, {tokens} needed besides one topic to "
+                "calibrate on. Ask for fewer tokens, or give a longer text with --text FILE."
+            )
+        count += len(TextSource(topics[names[test]] + "\n\n", "").tokens(tokenizer))
+        test += 1
+    return _join(topics, names[:test]), _join(topics, names[test:])
+
+
+def _join(topics: dict[str, str], names: list[str]) -> TextSource:
+    span = f"{names[0]!r} to {names[-1]!r}" if len(names) > 1 else repr(names[0])
+    text = "\n\n".join(topics[name] for name in names)
+    return TextSource(text, f"Python's reference topics (pydoc_data.topics), {span}")

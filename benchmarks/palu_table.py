@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import hashlib
+import io
 import json
 import lzma
 import math
@@ -92,18 +93,41 @@ def rows_for(kv_heads: int, windows: str) -> list[Row]:
     return measured + grid
 
 
-def read_windows(path: Path, tokenizer: Any, args: argparse.Namespace, at_most: int | None = None) -> Tensor:
-    """``(windows, 2048)`` token ids from ``.npy`` ids, ``.jsonl``, ``.xz`` of either, or plain text."""
-    if path.suffix == ".npy":
-        ids = np.load(path, allow_pickle=False).astype(np.int64).reshape(-1, LENGTH)
-        return torch.from_numpy(ids)
+def read_texts(path: Path) -> list[str]:
+    """The texts of a plain or ``.jsonl`` file (field ``text``), either may be ``.xz``; any line end becomes a newline."""
     data = path.read_bytes()
-    text = (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+    data = lzma.decompress(data) if path.suffix == ".xz" else data
+    text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     if ".jsonl" in path.suffixes:
-        texts = [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
-    else:
-        texts = [text]
-    return windows_from_texts(tokenizer, texts, LENGTH, None, args.prepend_bos, at_most)
+        return [json.loads(line)["text"] for line in text.splitlines() if line.strip()]
+    return [text]
+
+
+def read_ids(path: Path) -> Tensor:
+    """``(windows, 2048)`` from an ``.npy`` file of token ids."""
+    return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.int64).reshape(-1, LENGTH))
+
+
+def calibration_windows(paths: list[Path], tokenizer: Any, count: int, prepend_bos: bool) -> Tensor:
+    """At most ``count`` windows that do not overlap, spread over all files."""
+    share = math.ceil(count / len(paths))
+    parts = [
+        read_ids(path)[:share]
+        if path.suffix == ".npy"
+        else windows_from_texts(tokenizer, read_texts(path), LENGTH, None, prepend_bos, share)
+        for path in paths
+    ]
+    return torch.cat(parts)[:count]
+
+
+def test_windows(path: Path, tokenizer: Any, prepend_bos: bool) -> Tensor:
+    """Every window of the text, one after the other; a shorter rest is left out."""
+    if path.suffix == ".npy":
+        return read_ids(path)
+    ids = tokenizer("\n\n".join(read_texts(path)), add_special_tokens=False, verbose=False)["input_ids"]
+    body = LENGTH - prepend_bos
+    rows = torch.tensor(ids[: len(ids) // body * body]).view(-1, body)
+    return torch.nn.functional.pad(rows, (1, 0), value=tokenizer.bos_token_id) if prepend_bos else rows
 
 
 @torch.no_grad()
@@ -209,11 +233,8 @@ def main() -> None:
     batch = args.batch_size or (8 if device == "cuda" else 1)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()
-    test = read_windows(args.test, tokenizer, args)
-    test = test[:: 10 if args.windows == "every10" else 1]
-    share = math.ceil(args.calibration_windows / len(args.calibration))
-    calibration = torch.cat([read_windows(path, tokenizer, args, share) for path in args.calibration])
-    calibration = calibration[: args.calibration_windows]
+    test = test_windows(args.test, tokenizer, args.prepend_bos)[:: 10 if args.windows == "every10" else 1]
+    calibration = calibration_windows(args.calibration, tokenizer, args.calibration_windows, args.prepend_bos)
     if calibration.shape[0] < args.calibration_windows:
         print(f"The calibration text gives {calibration.shape[0]} of {args.calibration_windows} windows.")
     if args.test in args.calibration:

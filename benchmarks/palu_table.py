@@ -94,7 +94,7 @@ def rows_for(kv_heads: int, windows: str) -> list[Row]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The texts of a plain or ``.jsonl`` file (field ``text``), either may be ``.xz``; any line end becomes a newline."""
+    """The texts of a plain or ``.jsonl`` file (field ``text``), or ``.xz`` of these; line ends become newlines."""
     data = path.read_bytes()
     data = lzma.decompress(data) if path.suffix == ".xz" else data
     text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()

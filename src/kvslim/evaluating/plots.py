@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart with every kind of colour vision."""
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -58,7 +58,7 @@ def plot_quality(methods: Sequence[MethodResult], path: Path, title: str) -> Non
             linestyle="-" if len(chosen) > 1 else "none",
             linewidth=1,
             marker=_MARKERS[index % len(_MARKERS)],
-            color=_COLOURS[index % len(_COLOURS)],
+            color=COLOURS[index % len(COLOURS)],
             label=family,
         )
     for one in points:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from kvslim.evaluating.continuation import (
     ContinuationConfig,
     Reference,
     Scored,
+    perplexity,
     run_reference,
     score_cache,
     score_palu,
@@ -56,6 +58,8 @@ class MethodResult:
             tokens and layers together; exact sinks and recent tokens are part of both.
         seconds: mean time per window to compress, prefill excluded; for Palu of its own prefill.
         note: what differs from the request, or empty.
+        one_pass_perplexity: perplexity over whole windows in one forward pass, for the uncompressed model and Palu if
+            it was asked for. Nothing is read back from a cache there, so run-time methods have none.
     """
 
     method: str
@@ -72,6 +76,7 @@ class MethodResult:
     value_error: float
     seconds: float
     note: str = ""
+    one_pass_perplexity: float | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ def compare(
         windows: token ids, see :func:`kvslim.evaluating.windows.evenly_spaced_windows`.
         config: T, N and how they are fed.
         variants: of :func:`palu_variants`, for the methods of Palu.
-        progress: called once per window and method.
+        progress: called before each window and method, and once at the end.
 
     Raises:
         CalibrationError: a Palu method has no variant.
@@ -169,15 +174,35 @@ def compare(
     done = 0
     for index, window in enumerate(windows):
         where = f"window {index + 1} of {windows.shape[0]}"
-        reference = run_reference(model, window, config)
-        done += 1
         _report(progress, f"{where}: uncompressed run", done, steps)
+        reference = run_reference(model, window, config)
         for method in methods:
-            scored[method.name].append(_measure(model, method, variants, reference, config))
             done += 1
             _report(progress, f"{where}: {method.name}", done, steps)
+            scored[method.name].append(_measure(model, method, variants, reference, config))
+        done += 1
+    _report(progress, "all methods measured", steps, steps)
     tokens = windows.shape[0] * config.tokens
     return [_pool(method, scored[method.name], tokens, variants.get(method.name)) for method in methods]
+
+
+def with_one_pass(
+    model: PreTrainedModel,
+    results: Sequence[MethodResult],
+    windows: Tensor,
+    variants: dict[str, PaluVariant],
+) -> list[MethodResult]:
+    """Add :attr:`MethodResult.one_pass_perplexity` over ``windows`` to the results of ``none`` and of Palu."""
+    added = []
+    for one in results:
+        if one.method in variants:
+            with variants[one.method].on(model):
+                added.append(dataclasses.replace(one, one_pass_perplexity=perplexity(model, windows)))
+        elif one.family == "none":
+            added.append(dataclasses.replace(one, one_pass_perplexity=perplexity(model, windows)))
+        else:
+            added.append(one)
+    return added
 
 
 def _report(progress: Progress | None, name: str, done: int, steps: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -228,7 +228,7 @@ def parse_methods(names: str) -> list[Method]:
     return methods
 
 
-def check_methods(methods: list[Method], *, calibrated: bool) -> None:
+def check_methods(methods: Sequence[Method], *, calibrated: bool) -> None:
     """Refuse a list that cannot be run.
 
     Raises:

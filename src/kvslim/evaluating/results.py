@@ -156,6 +156,9 @@ def methods_table(methods: Sequence[MethodResult]) -> Table:
     table.add_column("method", no_wrap=True)
     for name in ("ratio", "KB/token", "PPL", "KL", "agree", "err K", "err V", "s"):
         table.add_column(name, justify="right", no_wrap=True)
+    one_pass = any(one.one_pass_perplexity is not None for one in methods)
+    if one_pass:
+        table.add_column("one-pass PPL", justify="right", no_wrap=True)
     for one in methods:
         table.add_row(
             one.method,
@@ -167,8 +170,13 @@ def methods_table(methods: Sequence[MethodResult]) -> Table:
             f"{one.key_error:.4f}",
             f"{one.value_error:.4f}",
             f"{one.seconds:.1f}",
+            *([_one_pass(one)] if one_pass else []),
         )
     return table
+
+
+def _one_pass(one: MethodResult) -> str:
+    return "-" if one.one_pass_perplexity is None else f"{one.one_pass_perplexity:.2f}"
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -1,0 +1,93 @@
+"""What all commands share: clean errors, progress on standard error, common options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvslim.errors import ConfigError, KvslimError
+
+if TYPE_CHECKING:
+    import torch
+
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="'default' (the embedded SmolLM2-135M), a model directory, or a hub id.")
+]
+DType = Annotated[str, typer.Option(help="Weights in memory: float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 …")]
+TextFile = Annotated[Path | None, typer.Option("--text", help="UTF-8 text file; Python's reference topics by default.")]
+
+
+class CleanErrors(typer.core.TyperGroup):
+    """Prints every error of kvslim as one line and exits with code 2; ``--debug`` shows the traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except KvslimError as error:
+            if ctx.params.get("debug"):
+                raise
+            typer.echo(f"kvslim: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(2) from None
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype called ``name``.
+
+    Raises:
+        ConfigError: it is not one of the three.
+    """
+    import torch
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in known:
+        raise ConfigError(f"--dtype is one of {', '.join(known)}, not {name!r}.")
+    return known[name]
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a name that cannot be a model, without preparing or loading any.
+
+    Raises:
+        ModelSourceError: it is neither ``default``, nor a model directory, nor a possible hub id.
+    """
+    from kvslim import models
+
+    if name != "default":
+        models.resolve(name)
+
+
+def load_model(name: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+    """The model in eval mode and its tokenizer; the loading bars of transformers stay off."""
+    from transformers.utils import logging
+
+    from kvslim import models
+
+    logging.disable_progress_bar()
+    return models.load(name, dtype=dtype, device=device)
+
+
+@contextmanager
+def progress_lines() -> Iterator[Callable[[str, int, int], None]]:
+    """Give a callback ``(what, done, of)`` that draws one line with a bar per stage on standard error."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task: TaskID | None = None
+        last = 0
+
+        def report(what: str, done: int, of: int) -> None:
+            nonlocal task, last
+            if task is None or done <= last:  # a new stage counts from the start again
+                task = progress.add_task(what, total=of)
+            progress.update(task, description=what, completed=done)
+            last = done
+
+        yield report

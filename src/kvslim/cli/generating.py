@@ -1,0 +1,106 @@
+"""The command that writes: generate text from a compressed cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvslim.cli.common import Device, DType, ModelName, check_model_name, dtype_of, load_model
+from kvslim.errors import BudgetError, ConfigError
+
+if TYPE_CHECKING:
+    from kvslim.evaluating.methods import CacheMethod
+
+
+def generate(
+    model: ModelName,
+    prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file put in front of the prompt.")] = None,
+    cache: Annotated[str, typer.Option(help="none, jolt, int8 … int2, rot6 … rot2, or a full method name.")] = "jolt",
+    ratio: Annotated[float | None, typer.Option(help="For jolt: bf16 over compressed bytes. [default: 3]")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of the answer, at most.")] = 128,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")] = False,
+    dtype: DType = "bfloat16",
+    device: Device = "cpu",
+) -> None:
+    """Generate text from a compressed cache, greedily, and say what the cache took.
+
+    The prompt is prefilled exactly and compressed before the second new token; the answer is kept exact.
+
+    Examples:
+        kvslim generate default --prompt "What is a KV cache?" --cache none
+
+    - `kvslim generate default --prompt-file report.txt --prompt "Sum this up." --cache jolt --ratio 4`
+    """
+    from kvslim.evaluating.texts import read_text
+
+    method = cache_method(cache, ratio)
+    if max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens is at least 1, not {max_new_tokens}.")
+    parts = [read_text(prompt_file).text] if prompt_file is not None else []
+    text = "\n\n".join([*parts, *([prompt] if prompt else [])])
+    if not text.strip():
+        raise ConfigError("There is no prompt: give --prompt TEXT, --prompt-file FILE, or both.")
+    weights = dtype_of(dtype)
+    check_model_name(model)
+
+    loaded, tokenizer = load_model(model, weights, device)
+    store = method.make_cache(loaded)
+    try:
+        _stream(loaded, tokenizer, _ids(tokenizer, text, raw), store, max_new_tokens)
+    except BudgetError as error:
+        raise BudgetError(f"{error} For a prompt as short as this, --cache none or int8 will do.") from error
+    typer.echo(f"\n{_report(store)}", err=True)
+
+
+def cache_method(cache: str, ratio: float | None) -> CacheMethod:
+    """The method that ``--cache`` and ``--ratio`` name.
+
+    Raises:
+        ConfigError: no such method, one that is no cache, or a ratio where there is none to choose.
+    """
+    from kvslim.evaluating.methods import CacheMethod, parse_method
+
+    name = cache
+    if found := re.fullmatch("jolt(:.*)?", cache):
+        name = f"jolt-{3 if ratio is None else ratio:g}x{found[1] or ''}"
+    elif ratio is not None:
+        raise ConfigError(f"--ratio goes with --cache jolt; {cache!r} has a ratio of its own.")
+    method = parse_method(name)
+    if not isinstance(method, CacheMethod):
+        raise ConfigError(f"{cache!r} changes the model, not the cache: make the model first, with kvslim compress.")
+    return method
+
+
+def _ids(tokenizer: Any, text: str, raw: bool) -> Any:
+    if not raw and getattr(tokenizer, "chat_template", None) is not None:
+        messages = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    return tokenizer(text, return_tensors="pt")["input_ids"]
+
+
+def _stream(model: Any, tokenizer: Any, ids: Any, cache: Any, max_new_tokens: int) -> None:
+    import torch
+    from transformers import TextStreamer
+
+    model.generate(
+        input_ids=ids.to(model.device),
+        attention_mask=torch.ones_like(ids).to(model.device),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )
+
+
+def _report(cache: Any) -> str:
+    """The summary of the cache's own report, without the line per cell."""
+    from kvslim.evaluating.continuation import cache_bytes
+
+    if hasattr(cache, "report"):
+        return "\n".join(line for line in str(cache.report()).splitlines() if " B  error " not in line)
+    return f"uncompressed cache: {cache.get_seq_length()} tokens, {cache_bytes(cache) / 1e6:.2f} MB in bf16"

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvslim.config import JsonConfig
 from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import MethodResult, compare, palu_variants
-from kvslim.evaluating.continuation import ContinuationConfig, prefill
+from kvslim.evaluating.continuation import ContinuationConfig, prefill, share_prefill
 from kvslim.evaluating.methods import CacheMethod, parse_method, parse_methods
 from kvslim.evaluating.plots import plot_quality
 from kvslim.evaluating.results import EvalResults, ModelFingerprint
@@ -170,8 +170,8 @@ def _continue(
     stages = ("continuing a prompt: prefill", "continuing it uncompressed", f"continuing it from {HEARD}")
     _tell(progress, stages, 0)
     with torch.no_grad():
-        for cache in (dense, compressed):
-            prefill(model, cache, ids[:, :-1])
+        prefill(model, dense, ids[:, :-1].to(model.device))
+        share_prefill(model, dense, compressed, ids[:, :-1])
     texts = []
     for step, cache in enumerate((dense, compressed)):
         _tell(progress, stages, step + 1)

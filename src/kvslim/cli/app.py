@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from kvslim.cli import evaluating, generating
+from kvslim.cli import compressing, evaluating, generating
 from kvslim.cli.common import CleanErrors
 
 app = typer.Typer(
@@ -15,7 +16,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode="rich",
 )
 
 
@@ -26,10 +27,36 @@ def _options(
     """Make the KV cache of a language model several times smaller, with the loss measured and shown."""
 
 
-app.command()(evaluating.demo)
-app.command()(generating.generate)
-app.command("eval")(evaluating.evaluate_methods)
-app.command()(evaluating.spectrum)
+_EXAMPLES: dict[str, tuple[str, ...]] = {
+    "demo": ("kvslim demo", "kvslim demo --text book.txt --tokens 2048 --out book-demo"),
+    "eval": (
+        "kvslim eval default --methods none,int8,rot4,jolt-3x --text wiki.txt --out results.json --plot",
+        "kvslim eval org/model --methods none,palu-30,palu-50:fisher:gs4 --text test.txt --calibration train.txt",
+    ),
+    "compress": (
+        "kvslim compress default -o smollm2-palu30 --rate 0.3",
+        "kvslim compress org/model -o slim --rate 0.5 --group-size 4 --ranks fisher --calibration train.txt",
+    ),
+    "generate": (
+        'kvslim generate default --prompt "What is a KV cache?" --cache none',
+        'kvslim generate default --prompt-file report.txt --prompt "Sum this up." --cache jolt --ratio 4',
+    ),
+    "spectrum": (
+        "kvslim spectrum default",
+        "kvslim spectrum org/model --text book.txt --tokens 4096 --out book-spectrum",
+    ),
+}
+
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": evaluating.demo,
+    "compress": compressing.compress,
+    "generate": generating.generate,
+    "eval": evaluating.evaluate_methods,
+    "spectrum": evaluating.spectrum,
+}
+
+for _name, _command in _COMMANDS.items():
+    app.command(_name, epilog="\n\n".join(("Examples:", *_EXAMPLES[_name])))(_command)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from kvslim.errors import ConfigError, KvslimError
+from kvslim.errors import ConfigError, KvslimError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
@@ -63,14 +63,38 @@ def check_model_name(name: str) -> None:
         models.resolve(name)
 
 
+def check_original(name: str) -> None:
+    """As :func:`check_model_name`; refuse compressed models too.
+
+    Raises:
+        ModelSourceError, UnsupportedModelError: it is no model, or a compressed one.
+    """
+    check_model_name(name)
+    if is_compressed(name):
+        raise UnsupportedModelError(f"{name} is compressed already. Give the original model.")
+
+
 def load_model(name: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
-    """The model in eval mode and its tokenizer; the loading bars of transformers stay off."""
+    """The model in eval mode and its tokenizer, original or compressed; transformers draws no bars of its own."""
     from transformers.utils import logging
 
     from kvslim import models
 
     logging.disable_progress_bar()
+    if is_compressed(name):
+        from transformers import AutoTokenizer
+
+        from kvslim import palu
+
+        return palu.load(name).to(device=device, dtype=dtype), AutoTokenizer.from_pretrained(name)
     return models.load(name, dtype=dtype, device=device)
+
+
+def is_compressed(name: str) -> bool:
+    """Whether ``name`` is a directory that ``kvslim compress`` made."""
+    from kvslim.checkpointing.latent_model import is_latent_model
+
+    return name != "default" and is_latent_model(Path(name).expanduser())
 
 
 @contextmanager

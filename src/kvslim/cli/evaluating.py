@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from kvslim.cli.common import Device, DType, ModelName, TextFile, check_model_name, dtype_of, load_model, progress_lines
+from kvslim.cli.common import Device, DType, ModelName, TextFile, check_original, dtype_of, load_model, progress_lines
 from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,19 +26,13 @@ def demo(
     tokens: Annotated[int, typer.Option(help="Tokens in the cache that is compressed.")] = 3840,
     score: Annotated[int, typer.Option(help="Tokens scored through it.")] = 256,
 ) -> None:
-    """Compress the KV cache of a small real model and see bytes and quality, in minutes on a CPU.
-
-    Examples:
-        kvslim demo
-
-    - `kvslim demo --text book.txt --tokens 2048 --out book-demo`
-    """
+    """Compress the KV cache of a small real model and see bytes and quality, in minutes on a CPU."""
     from kvslim.demo import DemoConfig, run_demo, save_demo
     from kvslim.evaluating.results import check_writable
     from kvslim.evaluating.texts import read_text
 
     config = DemoConfig(tokens=tokens, score=score)
-    check_model_name(model)
+    check_original(model)
     if text is not None:
         read_text(text)
     check_writable(out, directory=True)
@@ -100,15 +94,10 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
     dtype: DType = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Measure methods on a text: prefill, compress, and score what follows *through* the compressed cache.
+    """Measure methods on a text: prefill, compress, and score what follows through the compressed cache.
 
     Methods: none; int8 … int2 (per token); rot6 … rot2 (rotated, Lloyd-Max levels); jolt-3x, jolt-2.5x:post-rope,
     jolt-4x:bits=0/2/3/4:window=64; palu-30 (percent of channels removed), palu-50:fisher, palu-30:gs1, palu-30:svd.
-
-    Examples:
-        kvslim eval default --methods none,int8,rot4,jolt-3x --text wiki.txt --out results.json --plot
-
-    - `kvslim eval org/model --methods none,palu-30,palu-50:fisher:gs4 --text test.txt --calibration train.txt`
     """
     from kvslim.evaluating.evaluation import EvalConfig, evaluate
     from kvslim.evaluating.methods import check_methods, parse_methods
@@ -123,7 +112,7 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
     if plot and out is None:
         raise ConfigError("--plot writes beside the results: give --out FILE too.")
     weights = dtype_of(dtype)
-    check_model_name(model)
+    check_original(model)
     source = None if text is None else read_text(text)
     other = None if calibration is None else read_text(calibration)
     if out is not None:
@@ -150,20 +139,14 @@ def spectrum(
     dtype: DType = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Show which axes of the KV cache hold redundancy: heads, tokens, features, layers; before and after RoPE.
-
-    Examples:
-        kvslim spectrum default
-
-    - `kvslim spectrum org/model --text book.txt --tokens 4096 --out book-spectrum`
-    """
+    """Show which axes of the KV cache hold redundancy: heads, tokens, features, layers; before and after RoPE."""
     from kvslim.evaluating.results import check_writable
     from kvslim.evaluating.texts import python_topics, read_text
 
     if tokens < 2:
         raise ConfigError(f"--tokens is at least 2, not {tokens}.")
     weights = dtype_of(dtype)
-    check_model_name(model)
+    check_original(model)
     source = read_text(text) if text is not None else None
     check_writable(out, directory=True)
 

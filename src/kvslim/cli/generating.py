@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvslim.cli.common import Device, DType, ModelName, check_model_name, dtype_of, load_model
+from kvslim.cli.common import Device, DType, ModelName, check_model_name, dtype_of, is_compressed, load_model
 from kvslim.errors import BudgetError, ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +29,6 @@ def generate(
     """Generate text from a compressed cache, greedily, and say what the cache took.
 
     The prompt is prefilled exactly and compressed before the second new token; the answer is kept exact.
-
-    Examples:
-        kvslim generate default --prompt "What is a KV cache?" --cache none
-
-    - `kvslim generate default --prompt-file report.txt --prompt "Sum this up." --cache jolt --ratio 4`
     """
     from kvslim.evaluating.texts import read_text
 
@@ -46,6 +41,8 @@ def generate(
         raise ConfigError("There is no prompt: give --prompt TEXT, --prompt-file FILE, or both.")
     weights = dtype_of(dtype)
     check_model_name(model)
+    if is_compressed(model) and method.family != "none":
+        raise ConfigError(f"{model} is compressed by Palu and keeps latents already: use --cache none with it.")
 
     loaded, tokenizer = load_model(model, weights, device)
     store = method.make_cache(loaded)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from kvslim.attending.families import attention_modules
-from kvslim.attending.latent_model import install
+from kvslim.attending.latent_model import LatentModelMixin, install
 from kvslim.caching.latent import LatentCache, LatentLayout
 from kvslim.calibrating.fisher import calibrate_fisher
 from kvslim.calibrating.grams import calibrate_grams
-from kvslim.errors import CalibrationError
+from kvslim.errors import CalibrationError, UnsupportedModelError
 from kvslim.evaluating.continuation import (
     ContinuationConfig,
     Reference,
@@ -166,6 +166,11 @@ def compare(
     variants = variants or {}
     if missing := [m.name for m in methods if isinstance(m, Palu) and m.name not in variants]:
         raise CalibrationError(f"No compressed model for {', '.join(missing)}: make it with palu_variants().")
+    if isinstance(model, LatentModelMixin):
+        raise UnsupportedModelError(
+            "This model is compressed already, so nothing shows what it has lost. Evaluate the original model with "
+            "methods such as palu-30."
+        )
     for method in methods:
         if isinstance(method, CacheMethod):
             method.make_cache(model)  # so that a model it does not support shows before any work

@@ -6,6 +6,7 @@ is paid once, and its logits are what the others are compared with. A Palu model
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from dataclasses import dataclass
@@ -62,14 +63,13 @@ class Reference:
 
     Attributes:
         ids: ``(1, T + N + 1)`` int64, on the model's device.
-        keys, values: per layer ``(1, kv_heads, t, head_dim)`` after the prefill, in the model's dtype; ``t = T`` except
-            for sliding-window layers, which keep their window.
+        filled: the uncompressed cache after the prefill, ``(1, kv_heads, t, head_dim)`` per layer in the model's dtype;
+            ``t = T`` except for sliding-window layers, which keep their window.
         logits: ``(N, vocab)`` float32 that predict tokens ``T + 1`` to ``T + N``.
     """
 
     ids: Tensor
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    filled: DynamicCache
     logits: Tensor
 
 
@@ -111,9 +111,8 @@ def run_reference(model: PreTrainedModel, window: Tensor, config: ContinuationCo
     ids = window[None].to(model.device)
     cache = DynamicCache(config=model.config)
     prefill(model, cache, ids[:, : config.tokens])
-    keys = tuple(layer.keys for layer in cache.layers)
-    values = tuple(layer.values for layer in cache.layers)
-    return Reference(ids, keys, values, score(model, cache, ids, config))
+    filled = copy.deepcopy(cache)
+    return Reference(ids, filled, score(model, cache, ids, config))
 
 
 def prefill(model: PreTrainedModel, cache: Cache, ids: Tensor) -> None:
@@ -121,17 +120,17 @@ def prefill(model: PreTrainedModel, cache: Cache, ids: Tensor) -> None:
     model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
 
 
-def fill(model: PreTrainedModel, cache: Cache, reference: Reference, config: ContinuationConfig) -> None:
-    """Put the reference's prefill into an empty run-time cache, exactly as a prefill would.
+def share_prefill(model: PreTrainedModel, source: Cache, target: Cache, ids: Tensor) -> None:
+    """Put the uncompressed prefill of ``ids`` ``(1, T)`` in ``source`` into the empty run-time cache ``target`` too.
 
-    The keys and values of the uncompressed run are handed over layer by layer. A model with sliding windows keeps too
-    little for that and is run again.
+    Keys and values are handed over layer by layer, which is exactly what a prefill does. A model with sliding windows
+    keeps too little for that and is run again.
     """
     if any(window is not None for window in sliding_window_of(model)):
-        prefill(model, cache, reference.ids[:, : config.tokens])
+        prefill(model, target, ids.to(model.device))
         return
-    for index, (keys, values) in enumerate(zip(reference.keys, reference.values, strict=True)):
-        cache.update(keys, values, index)
+    for index, layer in enumerate(source.layers):
+        target.update(layer.keys, layer.values, index)
 
 
 def score(model: PreTrainedModel, cache: Cache, ids: Tensor, config: ContinuationConfig) -> Tensor:
@@ -146,7 +145,7 @@ def score(model: PreTrainedModel, cache: Cache, ids: Tensor, config: Continuatio
 @torch.no_grad()
 def score_cache(model: PreTrainedModel, cache: Cache, reference: Reference, config: ContinuationConfig) -> Scored:
     """Fill and compress a run-time cache, then score through it. A cache that cannot compress is scored as it is."""
-    fill(model, cache, reference, config)
+    share_prefill(model, reference.filled, cache, reference.ids[:, : config.tokens])
     started = time.perf_counter()
     if isinstance(cache, CompressedCache):
         cache.compress()
@@ -174,8 +173,9 @@ def _scored(
 ) -> Scored:
     nbytes = cache_bytes(cache)
     lost, energy = [0.0, 0.0], [0.0, 0.0]
-    for index, dense in enumerate(zip(reference.keys, reference.values, strict=True)):
-        for kind, (seen, exact) in enumerate(zip(seen_by_attention(model, cache, index), dense, strict=True)):
+    for index, dense in enumerate(reference.filled.layers):
+        pairs = zip(seen_by_attention(model, cache, index), (dense.keys, dense.values), strict=True)
+        for kind, (seen, exact) in enumerate(pairs):
             lost[kind] += float((seen.float() - exact.float()).square().sum(dtype=torch.float64))
             energy[kind] += float(exact.float().square().sum(dtype=torch.float64))
     logits = score(model, cache, reference.ids, config)
@@ -187,7 +187,7 @@ def _scored(
         key_energy=energy[0],
         value_energy=energy[1],
         nbytes=nbytes,
-        dense_nbytes=sum(2 * (k.numel() + v.numel()) for k, v in zip(reference.keys, reference.values, strict=True)),
+        dense_nbytes=sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in reference.filled.layers),
         seconds=seconds,
     )
 

@@ -146,36 +146,42 @@ def _uncompressed(name: str, found: re.Match[str], options: list[str]) -> Method
     return Uncompressed(name)
 
 
-_JOLT_OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
-    r"pre-rope": lambda _: {"pre_rope": True},
-    r"post-rope": lambda _: {"pre_rope": False},
-    r"bits=(\d(?:/\d)*)": lambda value: {"bits": tuple(int(bits) for bits in value.split("/"))},
-    r"sinks=(\d+)": lambda value: {"sinks": int(value)},
-    r"window=(\d+)": lambda value: {"window": int(value)},
-    r"layers=(\d+)": lambda value: {"layer_group": int(value)},
-    r"levels=([a-z_]+)": lambda value: {"levels": value},
-    r"seed=(\d+)": lambda value: {"seed": int(value)},
-}
-
-_PALU_OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
-    r"(uniform|fisher|fisher-rms)": lambda value: {"ranks": value},
-    r"(whitened|svd)": lambda value: {"decomposition": value},
-    r"gs(\d+)": lambda value: {"group_size": int(value)},
-    r"joint": lambda _: {"group_size": None},
-    r"multiple=(\d+)": lambda value: {"rank_multiple": int(value)},
-}
+@dataclass(frozen=True)
+class _Option:
+    form: str
+    pattern: str
+    read: Callable[[str], dict[str, Any]]
 
 
-def _options(name: str, options: list[str], known: dict[str, Callable[[str], dict[str, Any]]]) -> dict[str, Any]:
+_JOLT_OPTIONS = (
+    _Option("pre-rope", "pre-rope", lambda _: {"pre_rope": True}),
+    _Option("post-rope", "post-rope", lambda _: {"pre_rope": False}),
+    _Option("bits=0/2/4", r"bits=(\d(?:/\d)*)", lambda value: {"bits": tuple(map(int, value.split("/")))}),
+    _Option("sinks=N", r"sinks=(\d+)", lambda value: {"sinks": int(value)}),
+    _Option("window=N", r"window=(\d+)", lambda value: {"window": int(value)}),
+    _Option("layers=N", r"layers=(\d+)", lambda value: {"layer_group": int(value)}),
+    _Option("levels=KIND", r"levels=([a-z_]+)", lambda value: {"levels": value}),
+    _Option("seed=N", r"seed=(\d+)", lambda value: {"seed": int(value)}),
+)
+
+_PALU_OPTIONS = (
+    _Option("uniform|fisher|fisher-rms", "(uniform|fisher|fisher-rms)", lambda value: {"ranks": value}),
+    _Option("whitened|svd", "(whitened|svd)", lambda value: {"decomposition": value}),
+    _Option("gsN", r"gs(\d+)", lambda value: {"group_size": int(value)}),
+    _Option("joint", "joint", lambda _: {"group_size": None}),
+    _Option("multiple=N", r"multiple=(\d+)", lambda value: {"rank_multiple": int(value)}),
+)
+
+
+def _options(name: str, options: list[str], known: tuple[_Option, ...]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for option in options:
-        for pattern, read in known.items():
-            if found := re.fullmatch(pattern, option):
-                settings |= read(found[1] if found.re.groups else "")
-                break
-        else:
-            forms = ", ".join(pattern.replace("\\d+", "K").replace("\\", "") for pattern in known)
+        matches = [(one, found) for one in known if (found := re.fullmatch(one.pattern, option))]
+        if not matches:
+            forms = ", ".join(one.form for one in known)
             raise ConfigError(f"{name!r}: unknown option {option!r}. Known: {forms}.")
+        one, found = matches[0]
+        settings |= one.read(found[1] if found.re.groups else "")
     return settings
 
 

@@ -152,7 +152,7 @@ def methods_table(methods: Sequence[MethodResult]) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("method", no_wrap=True)
     for name in ("ratio", "KB/token", "PPL", "KL", "agree", "err K", "err V", "s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -169,7 +169,7 @@ def methods_table(methods: Sequence[MethodResult]) -> Table:
             f"{one.agreement:.1%}",
             f"{one.key_error:.4f}",
             f"{one.value_error:.4f}",
-            f"{one.seconds:.1f}",
+            f"{one.seconds:.1f}" if one.seconds < 10 else f"{one.seconds:.0f}",
             *([_one_pass(one)] if one_pass else []),
         )
     return table

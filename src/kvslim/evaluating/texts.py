@@ -54,10 +54,7 @@ def python_topics(tokenizer: Any, tokens: int) -> tuple[TextSource, TextSource]:
     Raises:
         ConfigError: this Python lacks the topics, or they are too short.
     """
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("This Python lacks its reference topics (pydoc_data). Give a text: --text FILE.") from error
+    topics = _topics()
     names = sorted(topics)
     count = test = 0
     while count < tokens:
@@ -69,6 +66,20 @@ def python_topics(tokenizer: Any, tokens: int) -> tuple[TextSource, TextSource]:
         count += len(TextSource(topics[names[test]] + "\n\n", "").tokens(tokenizer))
         test += 1
     return _join(topics, names[:test]), _join(topics, names[test:])
+
+
+def all_python_topics() -> TextSource:
+    """All of them, for calibration. Errors as :func:`python_topics`."""
+    topics = _topics()
+    return _join(topics, sorted(topics))
+
+
+def _topics() -> dict[str, str]:
+    try:
+        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    except (ImportError, AttributeError) as error:
+        raise ConfigError("This Python lacks its reference topics (pydoc_data). Give a text: --text FILE.") from error
+    return topics
 
 
 def _join(topics: dict[str, str], names: list[str]) -> TextSource:

@@ -1,0 +1,78 @@
+"""The command that changes a model: compress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvslim.cli.common import Device, DType, ModelName, check_original, dtype_of, load_model, progress_lines
+from kvslim.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvslim.palu import PaluReport
+
+
+def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a parameter
+    model: ModelName,
+    out: Annotated[Path, typer.Option("--out", "-o", help="New directory for the compressed model.")],
+    rate: Annotated[float, typer.Option(help="Fraction of the latent channels to remove, 0 to below 1.")] = 0.3,
+    group_size: Annotated[
+        int | None, typer.Option(help="KV heads that share a decomposition: 1 is per head. [default: all]")
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="uniform, fisher or fisher-rms.")] = "uniform",
+    decomposition: Annotated[str, typer.Option(help="whitened (by calibration text) or svd.")] = "whitened",
+    rank_multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 1,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Text to calibrate on; Python's reference topics by default.")
+    ] = None,
+    calibration_windows: Annotated[
+        int | None, typer.Option(help="Windows to calibrate on. [default: as many as fit, up to 256]")
+    ] = None,
+    window_length: Annotated[int, typer.Option(help="Tokens of each of them.")] = 2048,
+    bos: Annotated[bool, typer.Option("--bos", help="Start each window with the beginning-of-text token.")] = False,
+    dtype: DType = "bfloat16",
+    device: Device = "cpu",
+) -> None:
+    """Compress a model by Palu once, so that it caches small latents from then on.
+
+    The result is for kvslim: `kvslim generate OUT --cache none`, or kvslim.palu.load(OUT) in Python.
+    """
+    from kvslim import palu
+    from kvslim.evaluating.texts import all_python_topics, read_text
+    from kvslim.files import check_new_directory
+
+    config = palu.PaluConfig(rate, group_size, ranks, decomposition, rank_multiple)
+    if window_length < 2 or (calibration_windows is not None and calibration_windows < 1):
+        raise ConfigError("--window-length is at least 2 and --calibration-windows at least 1.")
+    weights = dtype_of(dtype)
+    check_original(model)
+    check_new_directory(out)
+    needed = config.needs_grams or config.needs_fisher
+    text = (read_text(calibration) if calibration is not None else all_python_topics()) if needed else None
+
+    loaded, tokenizer = load_model(model, weights, device)
+    with progress_lines() as progress:
+        palu.compress(
+            loaded,
+            tokenizer,
+            config,
+            calibration=None if text is None else text.text,
+            calibration_windows=calibration_windows,
+            window_length=window_length,
+            prepend_bos=bos,
+            progress=progress,
+        )
+    palu.save(loaded, out, tokenizer)
+    _print_summary(loaded.palu, None if text is None else text.origin, out)
+
+
+def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:
+    plan = report.plan
+    typer.echo(f"Kept {plan.kept:.1%} of the latent channels, {plan.channels} per token in all layers together.")
+    for note in plan.notes:
+        typer.echo(note)
+    if origin is not None:
+        typer.echo(f"Calibrated on {origin}.")
+    typer.echo(f"Written: {out}", err=True)

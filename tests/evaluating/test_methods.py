@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from kvslim.baselines import IntegerCache, RotatedCache
+from kvslim.errors import ConfigError
+from kvslim.evaluating.methods import CacheMethod, Jolt, Palu, check_methods, parse_method, parse_methods
+from kvslim.jolt import JoltCache, JoltConfig
+from kvslim.palu import PaluConfig
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "bits"),
+    [("none", DynamicCache, None), ("int8", IntegerCache, 8), ("int2", IntegerCache, 2), ("rot5", RotatedCache, 5)],
+)
+def test_run_time_methods(tiny_llama: PreTrainedModel, name: str, cache: type, bits: int | None) -> None:
+    method = parse_method(name)
+    assert isinstance(method, CacheMethod)
+    made = method.make_cache(tiny_llama)
+    assert type(made) is cache
+    assert getattr(made, "bits", None) == bits
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("jolt-2x", JoltConfig(ratio=2)),
+        ("jolt-2.5x", JoltConfig(ratio=2.5)),
+        ("jolt-3x:post-rope", JoltConfig(ratio=3, pre_rope=False)),
+        ("jolt-4x:bits=0/3/6:window=64:sinks=0", JoltConfig(ratio=4, bits=(0, 3, 6), window=64, sinks=0)),
+        ("jolt-4x:layers=2:levels=uniform:seed=7", JoltConfig(ratio=4, layer_group=2, levels="uniform", seed=7)),
+    ],
+)
+def test_jolt(tiny_llama: PreTrainedModel, name: str, config: JoltConfig) -> None:
+    method = parse_method(name)
+    assert isinstance(method, Jolt)
+    assert method.config == config
+    made = method.make_cache(tiny_llama)
+    assert isinstance(made, JoltCache)
+    assert made.config == config
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("palu-30", PaluConfig(rate=0.3)),
+        ("palu-50:fisher", PaluConfig(rate=0.5, ranks="fisher")),
+        ("palu-30:gs1", PaluConfig(rate=0.3, group_size=1)),
+        ("palu-30:svd:fisher-rms", PaluConfig(rate=0.3, decomposition="svd", ranks="fisher-rms")),
+        ("palu-12.5:gs2:multiple=8", PaluConfig(rate=0.125, group_size=2, rank_multiple=8)),
+    ],
+)
+def test_palu(name: str, config: PaluConfig) -> None:
+    method = parse_method(name)
+    assert isinstance(method, Palu)
+    assert method.config == config
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("jolt", "The forms are: none;"),
+        ("int9", "jolt-2.5x"),
+        ("palu30", "palu-30:gs1"),
+        ("", "forms are"),
+        ("int4:window=3", "takes no options"),
+        ("none:x", "takes no options"),
+        ("jolt-3x:windows=3", "unknown option 'windows=3'.*post-rope.*window=N"),
+        ("palu-30:gs", "unknown option 'gs'.*fisher"),
+        ("jolt-1x", "ratio must be above 1"),
+        ("jolt-0.5x", "ratio must be above 1"),
+        ("jolt-3x:bits=9", "widths from 0 to 8"),
+        ("jolt-3x:levels=cubic", "levels is one of"),
+        ("palu-100", "rate is the fraction"),
+        ("palu-30:gs0", "group_size must be a positive"),
+    ],
+)
+def test_mistakes_are_answered_with_what_there_is(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_method(name)
+
+
+def test_lists() -> None:
+    assert [method.name for method in parse_methods("none, int8,jolt-3x:post-rope")] == [
+        "none",
+        "int8",
+        "jolt-3x:post-rope",
+    ]
+    with pytest.raises(ConfigError, match="twice: int8"):
+        parse_methods("int8,none,int8")
+    with pytest.raises(ConfigError, match="at least one"):
+        parse_methods(" , ")
+
+
+def test_palu_needs_calibration_unless_it_is_plain() -> None:
+    with pytest.raises(ConfigError, match="palu-30 must be calibrated"):
+        check_methods(parse_methods("none,palu-30,palu-30:svd"), calibrated=False)
+    check_methods(parse_methods("none,palu-30"), calibrated=True)
+    check_methods(parse_methods("none,palu-30:svd"), calibrated=False)
+
+
+@pytest.mark.parametrize("name", ["none", "int4", "rot4", "jolt-3x", "palu-30:fisher"])
+def test_settings_survive_json(name: str) -> None:
+    settings = parse_method(name).settings
+    assert json.loads(json.dumps(settings)) == settings

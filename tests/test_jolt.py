@@ -51,8 +51,7 @@ def test_budget_holds_on_every_shape_or_is_refused(
     filled(model, cache, tokens, rows)
     try:
         cache.compress()
-    except BudgetError as error:
-        assert "bytes" in str(error)
+    except BudgetError:
         assert cache.prefix is None
         return
     if tokens <= sinks + window:

@@ -33,3 +33,7 @@ class CalibrationError(KvslimError, ValueError):
 
 class ModelSourceError(KvslimError, OSError):
     """A model could not be obtained: no such path, no network, or a download that fails its checksum."""
+
+
+class CheckpointError(KvslimError, ValueError):
+    """A stored file or directory is damaged, of another format, or of a newer version."""

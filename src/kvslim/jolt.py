@@ -57,7 +57,7 @@ class JoltConfig(JsonConfig):
     bits: tuple[int, ...] = (0, 2, 4, 8)
     layer_group: int = 1
     sinks: int = 4
-    window: int = 16
+    window: int = 0
     pre_rope: bool = True
     levels: LevelKind = "lloyd_max"
     seed: int = 0

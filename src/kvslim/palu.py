@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from kvslim.caching.latent import LatentCache, LatentLayout, layout_of
 from kvslim.calibrating.fisher import FisherStats, calibrate_fisher
 from kvslim.calibrating.grams import GramStats, calibrate_grams
 from kvslim.calibrating.windows import check_windows, windows_from_texts
+from kvslim.checkpointing.latent_model import read_latent_model, write_latent_model
 from kvslim.config import JsonConfig
 from kvslim.decomposing.whitened import Decomposition, plain_svd, whitened_svd
 from kvslim.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
@@ -46,9 +48,11 @@ __all__ = [
     "calibrate",
     "compress",
     "compress_with",
+    "load",
     "new_cache",
     "plan",
     "restore",
+    "save",
     "snapshot",
 ]
 
@@ -160,6 +164,19 @@ class PaluReport:
     def to_dict(self) -> dict[str, Any]:
         """All fields, the achieved rate included, as JSON values."""
         return {**asdict(self), "rate": self.rate}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PaluReport:
+        """Undo :meth:`to_dict`.
+
+        Raises:
+            ConfigError: a field is unknown or out of range.
+        """
+        stored = data["plan"]
+        key_ranks, value_ranks = (tuple(map(tuple, stored[name])) for name in ("key_ranks", "value_ranks"))
+        chosen = PaluPlan(key_ranks, value_ranks, stored["group_size"], stored["full_rank"], tuple(stored["notes"]))
+        config = PaluConfig.from_dict(data["config"])
+        return cls(config, chosen, data["calibration_tokens"], data["fisher_windows"])
 
 
 def compress(
@@ -293,6 +310,30 @@ def new_cache(model: PreTrainedModel) -> LatentCache:
     if not isinstance(model, LatentModelMixin):
         raise UnsupportedModelError("The model is not compressed. Call kvslim.compress first.")
     return LatentCache(model.palu_layout)
+
+
+def save(model: PreTrainedModel, directory: str | Path, tokenizer: Any = None) -> None:
+    """Write a compressed model to a new directory: safetensors and JSON, all or nothing. :func:`load` reads it.
+
+    Raises:
+        UnsupportedModelError: the model is not compressed.
+        ConfigError: the place is taken or cannot be written.
+    """
+    if not isinstance(model, LatentModelMixin):
+        raise UnsupportedModelError("The model is not compressed. Call kvslim.compress first.")
+    write_latent_model(model, Path(directory), model.palu.to_dict(), tokenizer)
+
+
+def load(directory: str | Path) -> PreTrainedModel:
+    """Read a model that :func:`save` wrote: on the CPU, in its dtype, ready for ``generate``.
+
+    Raises:
+        ModelSourceError: there is no such checkpoint.
+        CheckpointError: it is truncated, was edited, or is of a newer format.
+    """
+    model, about = read_latent_model(Path(directory))
+    model.palu = PaluReport.from_dict(about)
+    return model
 
 
 def _check(model: PreTrainedModel, config: PaluConfig) -> None:

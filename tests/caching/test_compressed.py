@@ -65,7 +65,7 @@ def test_left_padded_batch(make_tiny: MakeTiny, name: str, with_mask: bool) -> N
 def test_beams_and_return_sequences(make_tiny: MakeTiny, name: str) -> None:
     model = make_tiny()
     ids, mask = padded([20, 9])
-    options = dict(attention_mask=mask, num_beams=3, num_return_sequences=2)
+    options = {"attention_mask": mask, "num_beams": 3, "num_return_sequences": 2}
     cache = MAKERS[name](model, attention_mask=mask)
     assert torch.equal(greedy(model, ids, cache, **options), greedy(model, ids, **options))
 

@@ -24,6 +24,7 @@ class LatentModelMixin:
     """Put in front of the original class of one model instance; no other model is touched."""
 
     palu_layout: LatentLayout
+    palu: Any  # what was done, as the method reports it
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -48,8 +49,8 @@ class LatentModelMixin:
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refuse: the files would load as an uncompressed model with random key and value projections."""
         raise UnsupportedModelError(
-            "A Palu-compressed model cannot be saved as its original architecture. Save the original model and "
-            "compress it after loading."
+            "A Palu-compressed model cannot be saved as its original architecture. Use kvslim.palu.save(model, "
+            "directory) and kvslim.palu.load(directory)."
         )
 
 

@@ -115,6 +115,6 @@ def test_a_taken_place_is_refused_and_a_failure_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("kvslim.checkpointing.latent_model.save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(ConfigError, match="No space"):
         palu.save(saved[0], tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["slim"]

@@ -15,7 +15,8 @@ from kvslim.evaluating.compare import MethodResult, compare
 from kvslim.evaluating.continuation import ContinuationConfig
 from kvslim.evaluating.methods import parse_methods
 from kvslim.evaluating.plots import plot_quality
-from kvslim.evaluating.results import EvalResults, ModelFingerprint, check_writable, write_atomically
+from kvslim.evaluating.results import EvalResults, ModelFingerprint
+from kvslim.files import check_writable, write_atomically
 
 CONFIG = ContinuationConfig(tokens=64, score=16)
 

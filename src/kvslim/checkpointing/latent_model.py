@@ -52,12 +52,14 @@ def write_latent_model(
         tokenizer: written beside the model if given.
 
     Raises:
-        ConfigError: the place is taken or cannot be written.
-        OSError: the disk is full; nothing is left behind.
+        ConfigError: the place is taken, cannot be written, or the disk is full; nothing is left behind.
     """
     with new_directory(directory) as aside:
         tensors = {name: value.detach().contiguous().cpu() for name, value in _named_tensors(model).items()}
-        save_file(tensors, aside / _WEIGHTS, metadata={"format": "pt", "kvslim_format": str(FORMAT_VERSION)})
+        try:
+            save_file(tensors, aside / _WEIGHTS, metadata={"format": "pt", "kvslim_format": str(FORMAT_VERSION)})
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
         description = {
             "format": MODEL_TYPE,
             "version": FORMAT_VERSION,

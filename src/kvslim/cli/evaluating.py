@@ -28,8 +28,8 @@ def demo(
 ) -> None:
     """Compress the KV cache of a small real model and see bytes and quality, in minutes on a CPU."""
     from kvslim.demo import DemoConfig, run_demo, save_demo
-    from kvslim.evaluating.results import check_writable
     from kvslim.evaluating.texts import read_text
+    from kvslim.files import check_writable
 
     config = DemoConfig(tokens=tokens, score=score)
     check_original(model)
@@ -102,8 +102,8 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
     from kvslim.evaluating.evaluation import EvalConfig, evaluate
     from kvslim.evaluating.methods import check_methods, parse_methods
     from kvslim.evaluating.plots import plot_quality
-    from kvslim.evaluating.results import check_writable
     from kvslim.evaluating.texts import read_text
+    from kvslim.files import check_writable
 
     chosen = parse_methods(methods)
     check_methods(chosen, calibrated=calibration is not None)
@@ -140,8 +140,8 @@ def spectrum(
     device: Device = "cpu",
 ) -> None:
     """Show which axes of the KV cache hold redundancy: heads, tokens, features, layers; before and after RoPE."""
-    from kvslim.evaluating.results import check_writable
     from kvslim.evaluating.texts import python_topics, read_text
+    from kvslim.files import check_writable
 
     if tokens < 2:
         raise ConfigError(f"--tokens is at least 2, not {tokens}.")

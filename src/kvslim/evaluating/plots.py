@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import MethodResult
-from kvslim.evaluating.results import write_atomically
+from kvslim.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

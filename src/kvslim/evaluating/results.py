@@ -9,7 +9,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import MethodResult
+from kvslim.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -179,47 +179,6 @@ def _one_pass(one: MethodResult) -> str:
     return "-" if one.one_pass_perplexity is None else f"{one.one_pass_perplexity:.2f}"
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` to a temporary file beside ``path`` and rename it: readers see the old file or the new one.
-
-    Raises:
-        ConfigError: the directory is missing or cannot be written.
-    """
-    try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
-
-
-def check_writable(path: Path, *, directory: bool = False) -> None:
-    """Find out, before work is done, whether ``path`` can be written; a missing directory is made.
-
-    Args:
-        path: a file to be written, or with ``directory=True`` a directory for several.
-        directory: which of the two.
-
-    Raises:
-        ConfigError: it cannot be written; the message says why.
-    """
-    folder = path if directory else path.parent
-    if not directory and path.is_dir():
-        raise ConfigError(f"{path} is a directory. Give the name of a file to write.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}. Choose another place.") from error
-
-
 _PACKAGES = ("torch", "transformers", "kvslim")
 
 
@@ -240,10 +199,10 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file lies in; ``None`` for an installed package."""
+    """The commit of the checkout that this file lies in, or ``KVSLIM_COMMIT`` where the history is not at hand."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
-        return None
+        return os.environ.get("KVSLIM_COMMIT")
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]

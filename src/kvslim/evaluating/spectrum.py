@@ -20,7 +20,8 @@ from kvslim.attending.families import rope_of, sliding_window_of
 from kvslim.decomposing.spectrum import cumulative_share, mode_energies, rank_for_error
 from kvslim.errors import ConfigError, NonFiniteError
 from kvslim.evaluating.continuation import prefill
-from kvslim.evaluating.results import SCHEMA, Environment, ModelFingerprint, write_atomically
+from kvslim.evaluating.results import SCHEMA, Environment, ModelFingerprint
+from kvslim.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -46,13 +46,17 @@ LENGTH, FISHER_LENGTH, SLICE = 2048, 1024, 256
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration; ``public`` is the public implementation's perplexity at this kept rank, if measured."""
+    """One configuration; ``public`` is the public implementation's perplexity at this kept rank, if measured.
+
+    ``multiple`` is 32 where the public code rounded ranks to 32, which also keeps at least 32 in every group.
+    """
 
     group_size: int
     ranks: str
     kept: float
     decomposition: str = "whitened"
     public: float | None = None
+    multiple: int = 1
 
 
 def rows_for(kv_heads: int, windows: str) -> list[Row]:
@@ -62,17 +66,17 @@ def rows_for(kv_heads: int, windows: str) -> list[Row]:
         measured = [
             Row(3, "uniform", 0.667, public=27.63),
             Row(3, "uniform", 0.50, public=31.20),
-            Row(3, "fisher-rms", 0.697, public=24.68),
-            Row(3, "fisher-rms", 0.50, public=31.83),
+            Row(3, "fisher-rms", 0.697, public=24.68, multiple=32),
+            Row(3, "fisher-rms", 0.50, public=31.83, multiple=32),
             Row(3, "fisher", 0.697),
         ]
     elif kv_heads == 3:
         measured = [
-            Row(3, "fisher-rms", 0.697, public=23.92),
-            Row(3, "fisher-rms", 0.697, "svd", public=75.2),
-            Row(1, "fisher-rms", 0.733, public=28.12),
+            Row(3, "fisher-rms", 0.697, public=23.92, multiple=32),
+            Row(3, "fisher-rms", 0.697, "svd", public=75.2, multiple=32),
+            Row(1, "fisher-rms", 0.733, public=28.12, multiple=32),
             Row(1, "uniform", 0.50, public=48.8),
-            Row(1, "fisher-rms", 0.603, public=36.5),
+            Row(1, "fisher-rms", 0.603, public=36.5, multiple=32),
             Row(1, "fisher", 0.603),
         ]
     elif kv_heads == 8:
@@ -82,7 +86,7 @@ def rows_for(kv_heads: int, windows: str) -> list[Row]:
                   (2, 0.516, 25.16), (1, 0.707, 24.86)]  # fmt: skip
         measured = [Row(size, "uniform", kept, public=ppl) for size, kept, ppl in uniform]
         measured += [Row(size, "fisher-rms", kept, public=ppl) for size, kept, ppl in fisher]
-        measured.append(Row(4, "fisher-rms", 0.711, "svd", public=24.75))
+        measured.append(Row(4, "fisher-rms", 0.711, "svd", public=24.75, multiple=32))
     sizes = [size for size in range(kv_heads, 0, -1) if kv_heads % size == 0]
     grid = [
         Row(size, ranks, kept, decomposition)
@@ -162,7 +166,11 @@ def measure(model: PreTrainedModel, rows: list[Row], calibration: Tensor, test: 
     )
     for row in rows:
         config = palu.PaluConfig(
-            rate=1 - row.kept, group_size=row.group_size, ranks=row.ranks, decomposition=row.decomposition
+            rate=1 - row.kept,
+            group_size=row.group_size,
+            ranks=row.ranks,
+            decomposition=row.decomposition,
+            rank_multiple=row.multiple,
         )
         try:
             palu.compress_with(model, config, grams=grams, fisher=fisher)

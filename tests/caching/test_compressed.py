@@ -198,6 +198,8 @@ def test_sliding_layers_stay_exact(make_tiny: MakeTiny) -> None:
     ids = prompt(1, 30)
     assert torch.equal(greedy(model, ids, cache), greedy(model, ids))
     assert len(cache.compressible) == 1
+    cache.reset()
+    assert torch.equal(greedy(model, ids, cache), greedy(model, ids))
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from kvslim.caching.block import Block, iter_tensors, storage_bytes
+from kvslim.caching.layer import CompressedLayer
 from kvslim.caching.prefix import CompressedRow, EmptyBlock, PlacedBlock, Prefix
 from kvslim.caching.report import CacheReport, CellReport
 from kvslim.errors import CacheStateError, ConfigError, NonFiniteError
@@ -53,84 +54,6 @@ class Cell:
     middle: Middle
     layers: tuple[int, ...]
     kind: int  # index into KINDS
-
-
-class CompressedLayer(CacheLayerMixin):
-    """One layer: an exact tail ``(batch, kv_heads, tokens, head_dim)`` behind a prefix that all layers share."""
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = True
-
-    def __init__(self, slot: int) -> None:
-        super().__init__()
-        self.slot = slot
-        self.prefix: Prefix | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys = key_states.new_zeros(*key_states.shape[:2], 0, key_states.shape[3])
-        self.values = value_states.new_zeros(*value_states.shape[:2], 0, value_states.shape[3])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append to the tail; return dense keys and values of everything cached, prefix rebuilt for this call only."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys = torch.cat((self.keys, key_states), dim=-2)
-        self.values = torch.cat((self.values, value_states), dim=-2)
-        return self.dense()
-
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """All cached keys and values, rebuilt: ``(batch, kv_heads, seq_length, head_dim)`` each."""
-        if self.prefix is None:
-            return self.keys, self.values
-        keys, values = self.prefix.dense(self.slot, extra=self.keys.shape[-2])
-        keys[:, :, self.prefix.columns :] = self.keys
-        values[:, :, self.prefix.columns :] = self.values
-        return keys, values
-
-    def clear_tail(self) -> None:
-        self.keys = self.keys[:, :, :0].clone()
-        self.values = self.values[:, :, :0].clone()
-
-    def get_seq_length(self) -> int:
-        tail = self.keys.shape[-2] if self.is_initialized else 0
-        return tail + (self.prefix.columns if self.prefix is not None else 0)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    @property
-    def batch_size(self) -> int:
-        return self.keys.shape[0] if self.is_initialized else -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens of the tail; the cache crops the prefix."""
-        if tokens_to_remove and self.is_initialized:
-            keep = max(0, self.keys.shape[-2] - abs(tokens_to_remove))
-            self.keys, self.values = self.keys[:, :, :keep].clone(), self.values[:, :, :keep].clone()
-
-    def reset(self) -> None:
-        self.prefix = None
-        if self.is_initialized:
-            self.clear_tail()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.is_initialized:
-            self.keys = self.keys.repeat_interleave(repeats, dim=0)
-            self.values = self.values.repeat_interleave(repeats, dim=0)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.is_initialized:
-            self.keys = self.keys[indices.to(self.keys.device)]
-            self.values = self.values[indices.to(self.values.device)]
 
 
 class CompressedCache(Cache):
@@ -360,6 +283,10 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Forget everything; the cache can be filled anew."""
         super().reset()
+        for layer in self.layers:
+            if not isinstance(layer, CompressedLayer):  # transformers zeroes a sliding layer but keeps its length
+                layer.keys = layer.values = None
+                layer.is_initialized = False
         self._share(None)
         self._decoding = False
         self.cells = []

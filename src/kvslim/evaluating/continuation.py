@@ -18,8 +18,9 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvslim.attending.families import attention_modules, attention_scaling_of, rope_of, sliding_window_of
 from kvslim.caching.block import storage_bytes
-from kvslim.caching.compressed import CompressedCache, CompressedLayer
+from kvslim.caching.compressed import CompressedCache
 from kvslim.caching.latent import LatentCache
+from kvslim.caching.layer import CompressedLayer
 from kvslim.config import JsonConfig
 from kvslim.errors import ConfigError
 from kvslim.evaluating.divergence import Divergence, divergence

@@ -14,6 +14,7 @@ from kvslim.files import write_atomically
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import BboxBase
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart with every kind of colour vision."""
@@ -61,9 +62,6 @@ def plot_quality(methods: Sequence[MethodResult], path: Path, title: str) -> Non
             color=COLOURS[index % len(COLOURS)],
             label=family,
         )
-    for one in points:
-        where = (one.bytes_per_token / 1000, one.kl)
-        axes.annotate(f"{one.method} ({one.ratio:.2f}x)", where, (6, 5), textcoords="offset points", fontsize=8)
     for one in methods:
         if one.family == "none":
             axes.axvline(one.bytes_per_token / 1000, color="grey", linestyle=":", label="uncompressed (KL = 0)")
@@ -75,4 +73,38 @@ def plot_quality(methods: Sequence[MethodResult], path: Path, title: str) -> Non
     axes.set_title(title, fontsize=10)
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=8)
+    _label(figure, axes, {f"{one.method} ({one.ratio:.2f}x)": (one.bytes_per_token / 1000, one.kl) for one in points})
     save_png(figure, path)
+
+
+def _label(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
+    """Write each point's name beside it, on the side where it covers the least of what is there already."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()  # settles the limits, so that data can be placed in pixels
+    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in axes.transData.transform(list(points.values()))]
+    for text, where in points.items():
+        sides = (("left", 7, 4), ("left", 7, -11), ("right", -7, 4), ("right", -7, -11))
+        notes = [
+            axes.annotate(text, where, (dx, dy), textcoords="offset points", fontsize=8, ha=side)
+            for side, dx, dy in sides
+        ]
+        boxes = [note.get_window_extent() for note in notes]
+        inside = axes.get_window_extent()
+        costs = [sum(_overlap(box, other) for other in taken) + _area(box) - _overlap(box, inside) for box in boxes]
+        best = costs.index(min(costs))
+        taken.append(boxes[best])
+        for index, note in enumerate(notes):
+            if index != best:
+                note.remove()
+
+
+def _area(box: BboxBase) -> float:
+    return float(box.width * box.height)
+
+
+def _overlap(one: BboxBase, other: BboxBase) -> float:
+    from matplotlib.transforms import Bbox
+
+    common = Bbox.intersection(one, other)
+    return 0.0 if common is None else _area(common)

@@ -86,7 +86,8 @@ def load_model(name: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
 
         from kvslim import palu
 
-        return palu.load(name).to(device=device, dtype=dtype), AutoTokenizer.from_pretrained(name)
+        model = palu.load(name).to(device=device, dtype=dtype)
+        return model, AutoTokenizer.from_pretrained(name, config=model.config)
     return models.load(name, dtype=dtype, device=device)
 
 

@@ -193,6 +193,19 @@ def test_budget_below_the_fixed_cost_says_what_it_takes(make_tiny: MakeTiny) -> 
     assert cache.get_seq_length() == 100
 
 
+def test_a_prompt_too_short_for_its_ratio_stays_exact_with_a_warning(make_tiny: MakeTiny) -> None:
+    model, ids = make_tiny(), torch.randint(2, 128, (1, 9))
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    cache = JoltCache(model, ratio=3)
+    with pytest.warns(UserWarning, match="too short for a ratio of 3"):
+        got = model.generate(ids, past_key_values=cache, **options)
+    assert torch.equal(got, model.generate(ids, **options))
+    assert "stays exact" in str(cache.report())
+    strict = JoltCache(model, budget_bytes=100)
+    with pytest.raises(BudgetError, match="budget of 100 bytes"):
+        model.generate(ids, past_key_values=strict, **options)
+
+
 def test_unsupported_model_is_named() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32))
     with pytest.raises(UnsupportedModelError, match=r"gpt2.*llama"):

@@ -11,6 +11,7 @@ Source: Krishnan and Schulz, "A JoLT for the KV Cache" (2026): partial Tucker, J
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +142,8 @@ class JoltCache(CompressedCache):
         ConfigError: a setting is out of range or unknown.
         UnsupportedModelError: no row for this model, or its rotary frequencies change with length (use
             ``pre_rope=False`` then).
-        BudgetError: on compression, when the budget is below the fixed cost.
+        BudgetError: on compression, when the budget is below the fixed cost. A prompt too short for its ``ratio`` stays
+            exact instead, with a warning, when ``generate`` meets it; calling ``compress()`` yourself raises.
         NonFiniteError: on compression, when a layer holds NaN or Inf.
     """
 
@@ -165,6 +167,16 @@ class JoltCache(CompressedCache):
             attention_mask=attention_mask,
         )
         self.config = config
+
+    def _compress_by_itself(self) -> None:
+        """In ``generate`` a prompt too short for its ratio stays exact, with a warning; a byte budget is strict."""
+        try:
+            self.compress()
+        except BudgetError as error:
+            if self.config.budget_bytes is not None:
+                raise
+            self.note = f"too short for a ratio of {self.config.ratio:g}, so it stays exact: {error}"
+            warnings.warn(self.note, stacklevel=4)
 
     def _encode(self, middles: list[Middle]) -> list[list[tuple[Cell, Block, str]]]:
         """Plan every row before any is encoded, so that a budget that cannot be met fails early."""

@@ -198,6 +198,8 @@ def test_sliding_layers_stay_exact(make_tiny: MakeTiny) -> None:
     ids = prompt(1, 30)
     assert torch.equal(greedy(model, ids, cache), greedy(model, ids))
     assert len(cache.compressible) == 1
+    sliding = next(layer for layer in cache.layers if layer.is_sliding)
+    assert sliding.keys.untyped_storage().nbytes() <= 8 * 2 * 16 * 4  # only the window is kept alive
     cache.reset()
     assert torch.equal(greedy(model, ids, cache), greedy(model, ids))
 

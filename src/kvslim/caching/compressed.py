@@ -133,8 +133,12 @@ class CompressedCache(Cache):
         """Append to layer ``layer_idx``. The first single token after a prefill compresses the prefill first."""
         starts_decoding = not self._decoding and key_states.shape[-2] == 1 and self.get_seq_length(layer_idx) > 0
         if starts_decoding and layer_idx == self.layers.index(self.compressible[0]):
-            self.compress()
+            self._compress_by_itself()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _compress_by_itself(self) -> None:
+        """What the first token after a prefill triggers. Subclasses may let a prompt stay exact, with a warning."""
+        self.compress()
 
     @torch.no_grad()
     def compress(self) -> None:
@@ -166,9 +170,12 @@ class CompressedCache(Cache):
         rows = [self._assemble(middle, row) for middle, row in zip(middles, encoded, strict=True)]
         self.prefix, self.cells = Prefix(tuple(rows), columns), cells
         self.note = ""
-        for layer in self.compressible:
-            layer.prefix = self.prefix
-            layer.clear_tail()
+        for layer in self.layers:
+            if isinstance(layer, CompressedLayer):
+                layer.prefix = self.prefix
+                layer.clear_tail()
+            else:  # a sliding layer is a view that keeps the whole prefill alive
+                layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
     def _filled_columns(self) -> int:
         lengths = {layer.get_seq_length() for layer in self.compressible}

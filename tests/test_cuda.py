@@ -1,0 +1,65 @@
+"""The same methods on a GPU: near-lossless caches and full-rank Palu generate what the model itself generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvslim import palu
+from kvslim.baselines import IntegerCache, RotatedCache
+from kvslim.jolt import JoltCache
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+MakeTiny = Callable[..., PreTrainedModel]
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(2, 128, (2, 40), generator=torch.Generator().manual_seed(0)).cuda()
+    mask = torch.ones_like(ids)
+    ids[1, :13], mask[1, :13] = 0, 0
+    return ids, mask
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model, mask: JoltCache(model, budget_bytes=10**9, attention_mask=mask),
+        lambda model, mask: JoltCache(model, budget_bytes=10**9, pre_rope=False),
+        lambda model, mask: IntegerCache(model, 8, sinks=4),
+        lambda model, mask: RotatedCache(model, 8, attention_mask=mask),
+    ],
+    ids=["jolt", "jolt-post", "int8", "rot8"],
+)
+def test_run_time_caches(make_tiny: MakeTiny, make: Callable[..., object]) -> None:
+    model = make_tiny().cuda()
+    ids, mask = batch()
+    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
+    assert torch.equal(model.generate(ids, attention_mask=mask, past_key_values=make(model, mask), **OPTIONS), expected)
+
+
+def test_jolt_plans_the_same_as_on_the_cpu(make_tiny: MakeTiny) -> None:
+    reports = []
+    for device in ("cpu", "cuda"):
+        model = make_tiny().to(device)
+        ids = torch.randint(2, 128, (1, 300), generator=torch.Generator().manual_seed(1)).to(device)
+        cache = JoltCache(model, ratio=3)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        cache.compress()
+        reports.append(cache.report())
+    assert reports[0].prefix_nbytes == pytest.approx(reports[1].prefix_nbytes, rel=0.01)
+    assert reports[0].key_error == pytest.approx(reports[1].key_error, rel=0.02)
+    assert reports[0].value_error == pytest.approx(reports[1].value_error, rel=0.02)
+
+
+def test_palu(make_tiny: MakeTiny) -> None:
+    model = make_tiny().cuda()
+    ids, mask = batch()
+    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
+    windows = torch.randint(3, 128, (4, 48), generator=torch.Generator().manual_seed(7))
+    palu.compress(model, None, palu.PaluConfig(rate=0.0), windows)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS), expected)

@@ -57,6 +57,7 @@ class Row:
     decomposition: str = "whitened"
     public: float | None = None
     multiple: int = 1
+    floor: float = palu.PaluConfig.rank_floor
 
 
 def rows_for(kv_heads: int, windows: str) -> list[Row]:
@@ -69,6 +70,7 @@ def rows_for(kv_heads: int, windows: str) -> list[Row]:
             Row(3, "fisher-rms", 0.697, public=24.68, multiple=32),
             Row(3, "fisher-rms", 0.50, public=31.83, multiple=32),
             Row(3, "fisher", 0.697),
+            *(Row(3, "fisher", kept, floor=0.0) for kept in (0.70, 0.50)),  # the paper to the letter
         ]
     elif kv_heads == 3:
         measured = [
@@ -92,7 +94,12 @@ def rows_for(kv_heads: int, windows: str) -> list[Row]:
         Row(size, ranks, kept, decomposition)
         for kept in (0.7, 0.5, 0.3)
         for size in sizes
-        for ranks, decomposition in (("uniform", "whitened"), ("fisher", "whitened"), ("uniform", "svd"))
+        for ranks, decomposition in (
+            ("uniform", "whitened"),
+            ("fisher", "whitened"),
+            ("fisher-rms", "whitened"),
+            ("uniform", "svd"),
+        )
     ]
     return measured + grid
 
@@ -171,6 +178,7 @@ def measure(model: PreTrainedModel, rows: list[Row], calibration: Tensor, test: 
             ranks=row.ranks,
             decomposition=row.decomposition,
             rank_multiple=row.multiple,
+            rank_floor=row.floor,
         )
         try:
             palu.compress_with(model, config, grams=grams, fisher=fisher)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from kvslim import palu
-from kvslim.baselines import IntegerCache, RotatedCache
 from kvslim.jolt import JoltCache
+from kvslim.quantizing import integer, rotated
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MakeTiny = Callable[..., PreTrainedModel]
@@ -29,16 +30,23 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     [
         lambda model, mask: JoltCache(model, budget_bytes=10**9, attention_mask=mask),
         lambda model, mask: JoltCache(model, budget_bytes=10**9, pre_rope=False),
-        lambda model, mask: IntegerCache(model, 8, sinks=4),
-        lambda model, mask: RotatedCache(model, 8, attention_mask=mask),
     ],
-    ids=["jolt", "jolt-post", "int8", "rot8"],
+    ids=["jolt", "jolt-post"],
 )
 def test_run_time_caches(make_tiny: MakeTiny, make: Callable[..., object]) -> None:
     model = make_tiny().cuda()
     ids, mask = batch()
     expected = model.generate(ids, attention_mask=mask, **OPTIONS)
     assert torch.equal(model.generate(ids, attention_mask=mask, past_key_values=make(model, mask), **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("codec", [rotated, integer])
+def test_codecs_agree_with_the_cpu(codec: ModuleType, bits: int) -> None:
+    x = torch.randn(3, 50, 96, generator=torch.Generator().manual_seed(bits))
+    there, here = codec.decode(codec.encode(x.cuda(), bits)).cpu(), codec.decode(codec.encode(x, bits))
+    # a number on a threshold may fall to either side
+    assert (there - here).norm() < 0.02 * (here - x).norm() + 1e-4 * x.norm()
 
 
 def test_jolt_plans_the_same_as_on_the_cpu(make_tiny: MakeTiny) -> None:

@@ -78,6 +78,8 @@ class PaluConfig(JsonConfig):
             ``fisher-rms``, the mean root-mean-square gradient of the public implementation, for comparison.
         decomposition: ``whitened`` (truncation-aware, least output error) or ``svd`` (of the weights alone).
         rank_multiple: ranks are multiples of this, or full.
+        rank_floor: least share of its full rank that any group keeps. The paper has none (0): on small models a few
+            layers with little Fisher information are then cut to almost nothing, and the model breaks.
     """
 
     rate: float = 0.3
@@ -85,6 +87,7 @@ class PaluConfig(JsonConfig):
     ranks: str = "uniform"
     decomposition: str = "whitened"
     rank_multiple: int = 1
+    rank_floor: float = 0.125
 
     def __post_init__(self) -> None:
         """Check every field that needs no model."""
@@ -94,6 +97,8 @@ class PaluConfig(JsonConfig):
             raise ConfigError(f"group_size must be a positive integer or None (joint), not {self.group_size!r}.")
         if not _is_count(self.rank_multiple):
             raise ConfigError(f"rank_multiple must be a positive integer, not {self.rank_multiple!r}.")
+        if not _is_number(self.rank_floor) or not 0 <= self.rank_floor <= 1:
+            raise ConfigError(f"rank_floor is a share of the full rank from 0 to 1, not {self.rank_floor!r}.")
         for name, value, known in (
             ("ranks", self.ranks, ("uniform", "fisher", "fisher-rms")),
             ("decomposition", self.decomposition, ("whitened", "svd")),
@@ -266,7 +271,7 @@ def plan(config_or_model: Any, config: PaluConfig, fisher: FisherStats | None = 
     caps = [full] * (shape.layers * 2 * groups)
     if config.needs_fisher:
         scores = _group_scores(config, fisher, (shape.layers, 2, shape.kv_heads), groups)
-        flat = proportional_ranks(scores, caps, config.rate, config.rank_multiple)
+        flat = proportional_ranks(scores, caps, config.rate, config.rank_multiple, config.rank_floor)
     else:
         flat = uniform_ranks(caps, config.rate, config.rank_multiple)
     cells = [tuple(flat[start : start + groups]) for start in range(0, len(flat), groups)]

@@ -41,6 +41,8 @@ def test_a_higher_score_never_gets_less(values: list[float], rate: float) -> Non
 
 def test_shares_follow_the_scores() -> None:
     assert proportional_ranks([1, 2, 3, 4], [100] * 4, 0.75) == [10, 20, 30, 40]
+    assert proportional_ranks([0, 0, 0, 9], [100] * 4, 0.75, floor=0.1) == [10, 10, 10, 70]
+    assert proportional_ranks([0, 0, 0, 9], [100] * 4, 0.9, floor=0.5) == [10, 10, 10, 10]
 
 
 def test_what_a_full_cell_cannot_take_goes_to_the_others_in_proportion() -> None:

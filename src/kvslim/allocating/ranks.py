@@ -21,11 +21,13 @@ def uniform_ranks(caps: Sequence[int], rate: float, multiple: int = 1) -> list[i
     return proportional_ranks([float(cap) for cap in caps], caps, rate, multiple)
 
 
-def proportional_ranks(scores: Sequence[float], caps: Sequence[int], rate: float, multiple: int = 1) -> list[int]:
+def proportional_ranks(
+    scores: Sequence[float], caps: Sequence[int], rate: float, multiple: int = 1, floor: float = 0.0
+) -> list[int]:
     """Share ``(1 - rate) * sum(caps)`` channels among the cells in proportion to their scores.
 
-    Each cell gets at least ``multiple`` channels (or its cap, if less) and at most its cap; what a cell cannot take
-    goes to the others in proportion. Ranks are multiples of ``multiple`` or the cap. Rounding is re-balanced by largest
+    Each cell gets at least ``multiple`` channels and at least the share ``floor`` of its cap (but never more than its
+    cap); what a cell cannot take goes to the others in proportion. Ranks are multiples of ``multiple`` or the cap. Rounding is re-balanced by largest
     remainder and never exceeds the budget; it leaves less than ``multiple`` channels of it unspent. Equal input gives
     equal output.
 
@@ -34,6 +36,7 @@ def proportional_ranks(scores: Sequence[float], caps: Sequence[int], rate: float
         caps: the full rank of each cell.
         rate: fraction of the latent channels to remove, ``0 <= rate < 1``.
         multiple: ranks are rounded to multiples of this.
+        floor: least share of its cap that a cell keeps, cut to ``1 - rate``.
 
     Returns:
         One rank per cell.
@@ -50,7 +53,8 @@ def proportional_ranks(scores: Sequence[float], caps: Sequence[int], rate: float
     if largest <= 0 or not all(math.isfinite(score) and score >= 0 for score in scores):
         raise CalibrationError("Scores must be finite, not negative and not all zero. Calibrate again.")
     budget = math.floor((1 - rate) * sum(caps) + 1e-6)
-    floors = [min(multiple, cap) for cap in caps]
+    share = min(floor, 1 - rate)
+    floors = [min(cap, max(multiple, int(share * cap) // multiple * multiple)) for cap in caps]
     if budget < sum(floors):
         highest = 1 - sum(floors) / sum(caps)
         raise ConfigError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvslim.cli.common import Device, DType, ModelName, check_model_name, dtype_of, is_compressed, load_model
-from kvslim.errors import BudgetError, ConfigError
+from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvslim.evaluating.methods import CacheMethod
@@ -46,10 +46,7 @@ def generate(
 
     loaded, tokenizer = load_model(model, weights, device)
     store = method.make_cache(loaded)
-    try:
-        _stream(loaded, tokenizer, _ids(tokenizer, text, raw), store, max_new_tokens)
-    except BudgetError as error:
-        raise BudgetError(f"{error} For a prompt as short as this, --cache none or int8 will do.") from error
+    _stream(loaded, tokenizer, _ids(tokenizer, text, raw), store, max_new_tokens)
     typer.echo(f"\n{_report(store)}", err=True)
 
 

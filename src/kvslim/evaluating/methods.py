@@ -170,6 +170,7 @@ _PALU_OPTIONS = (
     _Option("gsN", r"gs(\d+)", lambda value: {"group_size": int(value)}),
     _Option("joint", "joint", lambda _: {"group_size": None}),
     _Option("multiple=N", r"multiple=(\d+)", lambda value: {"rank_multiple": int(value)}),
+    _Option("floor=SHARE", r"floor=([01]|0?\.\d+)", lambda value: {"rank_floor": float(value)}),
 )
 
 

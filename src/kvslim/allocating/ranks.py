@@ -27,8 +27,8 @@ def proportional_ranks(
     """Share ``(1 - rate) * sum(caps)`` channels among the cells in proportion to their scores.
 
     Each cell gets at least ``multiple`` channels and at least the share ``floor`` of its cap (but never more than its
-    cap); what a cell cannot take goes to the others in proportion. Ranks are multiples of ``multiple`` or the cap. Rounding is re-balanced by largest
-    remainder and never exceeds the budget; it leaves less than ``multiple`` channels of it unspent. Equal input gives
+    cap); what a cell cannot take goes to the others in proportion. Ranks are multiples of ``multiple`` or the cap.
+    Rounding is re-balanced by largest remainder and never exceeds the budget; it leaves less than ``multiple`` channels of it unspent. Equal input gives
     equal output.
 
     Args:
@@ -54,7 +54,7 @@ def proportional_ranks(
         raise CalibrationError("Scores must be finite, not negative and not all zero. Calibrate again.")
     budget = math.floor((1 - rate) * sum(caps) + 1e-6)
     share = min(floor, 1 - rate)
-    floors = [min(cap, max(multiple, int(share * cap) // multiple * multiple)) for cap in caps]
+    floors = [min(cap, max(multiple, int(share * cap + 1e-6) // multiple * multiple)) for cap in caps]
     if budget < sum(floors):
         highest = 1 - sum(floors) / sum(caps)
         raise ConfigError(

@@ -234,6 +234,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calibration-windows", type=int, default=256, help="at most this many")
     parser.add_argument("--prepend-bos", action="store_true", help="start each window with the beginning token")
     parser.add_argument("--measured-only", action="store_true", help="only rows that the public code was run on")
+    parser.add_argument("--only", choices=["uniform", "fisher", "fisher-rms"], help="only rows with these ranks")
     parser.add_argument("--batch-size", type=int, default=0, help="0: 8 on CUDA, 1 on a CPU")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON file")
     parser.add_argument("--commit", default="", help="recorded commit, where git is not at hand")
@@ -259,9 +260,11 @@ def main() -> None:
     rows = rows_for(model.config.num_key_value_heads, args.windows)
     if args.measured_only:
         rows = [row for row in rows if row.public]
+    if args.only:
+        rows = [row for row in rows if row.ranks == args.only]
     result = measure(model, rows, calibration, test, batch)
     args.out.mkdir(parents=True, exist_ok=True)
-    target = args.out / f"palu_table-{args.model.name}-{args.windows}.json"
+    target = args.out / f"palu_table-{args.model.name}-{args.windows}{'-' + args.only if args.only else ''}.json"
     about = {"model": args.model.name, "test_windows": test.shape[0], "window_length": test.shape[1]}
     target.write_text(json.dumps({**provenance(args), **about, **result}, indent=1) + "\n")
     print(f"wrote {target}")

@@ -28,8 +28,8 @@ def proportional_ranks(
 
     Each cell gets at least ``multiple`` channels and at least the share ``floor`` of its cap (but never more than its
     cap); what a cell cannot take goes to the others in proportion. Ranks are multiples of ``multiple`` or the cap.
-    Rounding is re-balanced by largest remainder and never exceeds the budget; it leaves less than ``multiple`` channels of it unspent. Equal input gives
-    equal output.
+    Rounding is re-balanced by largest remainder and never exceeds the budget; it leaves less than ``multiple`` channels
+    of it unspent. Equal input gives equal output.
 
     Args:
         scores: one non-negative number per cell.

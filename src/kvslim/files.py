@@ -6,20 +6,26 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvslim.errors import ConfigError
+from kvslim.errors import ConfigError, KvslimError
+
+_ASIDE = ".kvslim-"
+"""Prefix of what is not finished yet; short, so that every name a file system takes can be written."""
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` to a temporary file beside ``path`` and rename it: readers see the old file or the new one.
 
+    A missing directory is made.
+
     Raises:
-        ConfigError: the directory is missing or cannot be written.
+        ConfigError: it cannot be written; the message says why.
     """
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_ASIDE)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
@@ -29,11 +35,11 @@ def write_atomically(path: Path, data: bytes) -> None:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
+        raise ConfigError(f"{path} cannot be written: {_reason(error)}.") from error
 
 
 def check_writable(path: Path, *, directory: bool = False) -> None:
-    """Find out, before work is done, whether ``path`` can be written; a missing directory is made.
+    """Find out, before work is done, whether ``path`` can be written. Nothing is made or left behind.
 
     Args:
         path: a file to be written, or with ``directory=True`` a directory for several.
@@ -43,14 +49,14 @@ def check_writable(path: Path, *, directory: bool = False) -> None:
         ConfigError: it cannot be written; the message says why.
     """
     folder = path if directory else path.parent
-    if not directory and path.is_dir():
-        raise ConfigError(f"{path} is a directory. Give the name of a file to write.")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        if not directory and path.is_dir():
+            raise ConfigError(f"{path} is a directory. Give the name of a file to write.")
+        path.exists()  # an error for a name that the file system does not take
+        with tempfile.TemporaryFile(dir=_nearest(folder), prefix=_ASIDE):
             pass
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}. Choose another place.") from error
+        raise ConfigError(f"{folder} cannot be written: {_reason(error)}. Choose another place.") from error
 
 
 def check_new_directory(path: Path) -> None:
@@ -59,11 +65,20 @@ def check_new_directory(path: Path) -> None:
     Raises:
         ConfigError: there is something already, or the parent cannot be written.
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    try:
+        taken = path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
+        parent = _nearest(path.absolute().parent)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be made: {_reason(error)}. Choose another place.") from error
+    if taken:
         raise ConfigError(f"{path} exists already. Choose another place, or remove it first.")
-    parent = next(p for p in path.absolute().parents if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path} cannot be made: {parent} is not a directory that you can write to.")
+    try:
+        with tempfile.TemporaryFile(dir=parent, prefix=_ASIDE):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be made: {parent} is not a directory that you can write to ({_reason(error)})."
+        ) from error
 
 
 @contextmanager
@@ -74,16 +89,30 @@ def new_directory(path: Path) -> Iterator[Path]:
         ConfigError: as :func:`check_new_directory`, or the disk is full.
     """
     check_new_directory(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    missing = [parent for parent in path.absolute().parents if not parent.exists()]
+    aside: Path | None = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=_ASIDE))
         yield aside
         aside.chmod(0o755)
         aside.replace(path)
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise ConfigError(
-                f"{path} cannot be written: {error.strerror or error}. Nothing was left behind."
-            ) from error
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):  # those that are not there, or that somebody else uses by now
+            for parent in missing:
+                parent.rmdir()
+        if isinstance(error, OSError) and not isinstance(error, KvslimError):
+            raise ConfigError(f"{path} cannot be written: {_reason(error)}. Nothing was left behind.") from error
         raise
+
+
+def _nearest(folder: Path) -> Path:
+    """``folder``, or the nearest of its parents that is there."""
+    folder = folder.absolute()
+    return next((place for place in (folder, *folder.parents) if place.is_symlink() or place.exists()), folder)
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)

@@ -20,16 +20,18 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvslim.attending.families import (
+    FAMILIES,
     attention_modules,
     base_model_of,
     family_of,
     kv_shape_of,
+    rotary_of,
     sliding_window_of,
 )
 from kvslim.attending.latent_attention import LatentAttention, LowRankProjection
 from kvslim.attending.latent_model import install
 from kvslim.caching.latent import layout_of
-from kvslim.errors import CheckpointError, ModelSourceError
+from kvslim.errors import CheckpointError, ModelSourceError, UnsupportedModelError
 from kvslim.files import new_directory
 
 if TYPE_CHECKING:
@@ -37,7 +39,10 @@ if TYPE_CHECKING:
 
 MODEL_TYPE = "kvslim-palu"
 FORMAT_VERSION = 1
-_ABOUT, _WEIGHTS = "kvslim.json", "model.safetensors"
+_ABOUT, _WEIGHTS, _GENERATION = "kvslim.json", "model.safetensors", "generation_config.json"
+_NOT_THE_MODEL = ("_", "attn_implementation", "experts_implementation", "auto_map")
+"""Starts of configuration keys that say how or from where a model is run, not what it is. transformers would fetch
+code for some of their values, so they are neither written nor read."""
 
 
 def write_latent_model(
@@ -53,9 +58,15 @@ def write_latent_model(
 
     Raises:
         ConfigError: the place is taken, cannot be written, or the disk is full; nothing is left behind.
+        UnsupportedModelError: the weights are of several dtypes.
     """
+    named = _named_tensors(model)
+    if len(dtypes := _dtypes(named)) != 1:
+        raise UnsupportedModelError(
+            f"The weights are of several dtypes ({', '.join(dtypes)}), and a checkpoint keeps one. Use model.to()."
+        )
     with new_directory(directory) as aside:
-        tensors = {name: value.detach().contiguous().cpu() for name, value in _named_tensors(model).items()}
+        tensors = {name: value.detach().contiguous().cpu() for name, value in named.items()}
         try:
             save_file(tensors, aside / _WEIGHTS, metadata={"format": "pt", "kvslim_format": str(FORMAT_VERSION)})
         except SafetensorError as error:  # how safetensors reports a full disk
@@ -63,7 +74,7 @@ def write_latent_model(
         description = {
             "format": MODEL_TYPE,
             "version": FORMAT_VERSION,
-            "base_config": json.loads(model.config.to_json_string(use_diff=False)),
+            "base_config": _of_the_model(json.loads(model.config.to_json_string(use_diff=False))),
             "ranks": [[list(a.k_latent.ranks), list(a.v_latent.ranks)] for a in _latent_modules(model)],
             "weights_sha256": _sha256(aside / _WEIGHTS),
             "about": about,
@@ -97,35 +108,86 @@ def read_latent_model(directory: Path) -> tuple[PreTrainedModel, dict[str, Any]]
         model = _skeleton(description)
         tensors = load_file(weights)
         missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
-    except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
+        model.tie_weights()
+    except Exception as error:  # whatever the libraries make of an edited configuration
         raise CheckpointError(f"{directory} does not describe its own weights: {error}") from error
-    model.tie_weights()
+    if len(dtypes := _dtypes(tensors)) != 1:
+        raise CheckpointError(f"{weights} has weights of several dtypes: {', '.join(dtypes)}. Copy it again.")
     tied = {name for name, value in model.named_parameters(remove_duplicate=False) if not value.is_meta}
     if unexpected or set(missing) - tied:
         raise CheckpointError(f"{weights} lacks {sorted(set(missing) - tied)} or has extra {sorted(unexpected)}.")
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+    if (directory / _GENERATION).is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(directory)
+        except Exception as error:
+            raise CheckpointError(f"{directory / _GENERATION} is damaged: {error} Copy it again.") from error
     return model.eval(), description["about"]
 
 
 def _read_description(directory: Path) -> dict[str, Any]:
+    path = directory / _ABOUT
     if not is_latent_model(directory):
         raise ModelSourceError(
             f"{directory} is no kvslim checkpoint: it has no {_ABOUT}. Make one with `kvslim compress`."
         )
     try:
-        description = json.loads((directory / _ABOUT).read_text())
-        version = int(description["version"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory / _ABOUT} is damaged: {error}. Copy the checkpoint again.") from error
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}. Copy the checkpoint again.") from error
+    version: Any = description.get("version") if isinstance(description, dict) else None
+    if not _is_count(version):
+        raise CheckpointError(f"{path} is damaged: it has no format version. Copy the checkpoint again.")
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{directory} has format version {version}; this kvslim reads up to {FORMAT_VERSION}. Update kvslim."
         )
-    wanted = {"base_config", "ranks", "weights_sha256", "about"}
+    wanted = {"format", "base_config", "ranks", "weights_sha256", "about"}
     if wanted - set(description):
-        raise CheckpointError(f"{directory / _ABOUT} lacks {', '.join(sorted(wanted - set(description)))}.")
-    return dict(description)
+        raise CheckpointError(f"{path} lacks {', '.join(sorted(wanted - set(description)))}.")
+    if description["format"] != MODEL_TYPE:
+        raise CheckpointError(f"{path} is of format {description['format']!r}, not {MODEL_TYPE!r}.")
+    if wrong := _wrong_in(description):
+        raise CheckpointError(f"{path} is damaged: {wrong}. Copy the checkpoint again.")
+    return {**description, "base_config": _of_the_model(description["base_config"])}
+
+
+def _wrong_in(description: dict[str, Any]) -> str | None:
+    """What no writer makes, in words; ``None`` if all is well so far."""
+    config, ranks, about = (description[name] for name in ("base_config", "ranks", "about"))
+    if not isinstance(about, dict) or not about:
+        return "it does not say what was done"
+    if not isinstance(config, dict) or not all(_is_count(config.get(name)) for name in _COUNTS):
+        return f"its configuration lacks the counts {', '.join(_COUNTS)}"
+    if not isinstance(config.get("model_type"), str) or config["model_type"] not in FAMILIES:
+        return f"its model type is {config.get('model_type')!r}"
+    if not isinstance(ranks, list) or not all(map(_is_rank_pair, ranks)):
+        return "its ranks are no key ranks and value ranks of each layer"
+    if len(ranks) != config["num_hidden_layers"]:
+        return f"its configuration has {config['num_hidden_layers']} layers, its ranks are for {len(ranks)}"
+    return None
+
+
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+
+
+def _is_rank_pair(pair: Any) -> bool:
+    """Whether ``pair`` is ``[ranks of the key's groups, ranks of the value's]``."""
+    if not isinstance(pair, list) or len(pair) != 2:
+        return False
+    return all(isinstance(groups, list) and groups and all(map(_is_count, groups)) for groups in pair)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _of_the_model(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without the keys that are not about the model itself."""
+    return {name: value for name, value in config.items() if not name.startswith(_NOT_THE_MODEL)}
+
+
+def _dtypes(tensors: dict[str, torch.Tensor]) -> list[str]:
+    return sorted({str(value.dtype) for value in tensors.values()})
 
 
 def _skeleton(description: dict[str, Any]) -> PreTrainedModel:
@@ -138,6 +200,7 @@ def _skeleton(description: dict[str, Any]) -> PreTrainedModel:
     base: Any = base_model_of(model)
     rotary: Any = type(getattr(base, family.rotary))(config=config)
     setattr(base, family.rotary, rotary)
+    rotary_of(model)  # refuses frequencies that move
     shape = kv_shape_of(config)
     layout = layout_of(shape, sliding_window_of(config))
     pairs = zip(attention_modules(model), description["ranks"], strict=True)
@@ -159,12 +222,12 @@ def _skeleton(description: dict[str, Any]) -> PreTrainedModel:
 
 def _empty_projection(original: nn.Linear, ranks: list[int], features: int) -> LowRankProjection:
     """A projection of the stored ranks on the meta device; ranks that no writer makes are refused."""
-    group = features // max(1, len(ranks))
-    if not ranks or features % len(ranks) or any(not 1 <= int(rank) <= group for rank in ranks):
+    group = features // len(ranks)
+    if features % len(ranks) or any(rank > group for rank in ranks):
         raise ValueError(f"ranks {ranks} do not fit {features} features")
     return LowRankProjection(
         original.in_features,
-        [int(rank) for rank in ranks],
+        ranks,
         group,
         bias=original.bias is not None,
         dtype=original.weight.dtype,

@@ -49,6 +49,19 @@ def test_no_beginning_token() -> None:
         windows_from_texts(tokenizer, "abcdefg", length=4, prepend_bos=True)
 
 
+@pytest.mark.parametrize("texts", ["", "abc", ["abc", "def"], []])
+def test_texts_without_a_tokenizer(texts: object) -> None:
+    with pytest.raises(CalibrationError, match="need the model's tokenizer"):
+        windows_from_texts(None, texts, length=4)
+
+
+@pytest.mark.parametrize("texts", [None, 7, [1, 2, 3], [b"abc"]])
+@pytest.mark.parametrize("tokenizer", [None, Letters()])
+def test_what_is_no_text(texts: object, tokenizer: object) -> None:
+    with pytest.raises(CalibrationError, match="Calibration is a text"):
+        windows_from_texts(tokenizer, texts, length=4)
+
+
 @pytest.mark.parametrize(
     "bad", [torch.zeros(4, dtype=torch.long), torch.zeros(2, 4), torch.zeros(0, 4, dtype=torch.long)]
 )

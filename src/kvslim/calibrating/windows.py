@@ -33,9 +33,12 @@ def windows_from_texts(
         ``(windows, length)`` int64 token ids on the CPU.
 
     Raises:
-        CalibrationError: the texts are too short, or ``prepend_bos`` without a beginning token.
+        CalibrationError: there is no tokenizer, the texts are no texts or too short, or ``prepend_bos`` without a
+            beginning token.
     """
-    parts = [texts] if isinstance(texts, str) else list(texts)
+    parts = _checked(texts)
+    if tokenizer is None:
+        raise CalibrationError("Texts need the model's tokenizer. Pass it, or pass token windows instead of texts.")
     if length < 2:
         raise CalibrationError(f"A window needs at least 2 tokens, not {length}.")
     bos = tokenizer.bos_token_id if prepend_bos else None
@@ -54,6 +57,17 @@ def windows_from_texts(
     starts = [i * (len(ids) - body) // max(wanted - 1, 1) for i in range(wanted)]
     rows = torch.tensor([ids[start : start + body] for start in starts], dtype=torch.long)
     return rows if bos is None else torch.nn.functional.pad(rows, (1, 0), value=int(bos))
+
+
+def _checked(texts: Any) -> list[str]:
+    """The texts one by one; anything else is refused in words."""
+    parts = [texts] if isinstance(texts, str) or not isinstance(texts, Iterable) else list(texts)
+    for part in parts:
+        if not isinstance(part, str):
+            raise CalibrationError(
+                f"Calibration is a text, several texts, or a tensor of token windows; this holds {type(part).__name__}."
+            )
+    return parts
 
 
 def check_windows(windows: Tensor, vocab_size: int) -> Tensor:

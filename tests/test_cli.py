@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from kvslim.cli import app
 from kvslim.cli.generating import cache_method
-from kvslim.errors import ConfigError, KvslimError
+from kvslim.errors import ConfigError, KvslimError, ModelSourceError
 from kvslim.evaluating.results import EvalResults
 
 WORDS = [f"w{index}" for index in range(126)]
@@ -77,6 +77,16 @@ def test_eval(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_eval_without_a_difference_to_plot(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    options = ("--tokens", 64, "--score", 8, "--windows", 1, "--text", texts[0])
+    result = call("eval", model_dir, "--methods", "none", *options, "--out", out, "--plot")
+    assert result.exit_code == 0, result.output
+    assert "No plot" in result.stderr
+    assert [one.method for one in EvalResults.from_json(out.read_text()).methods] == ["none"]
+    assert not out.with_suffix(".png").exists()
+
+
 def test_demo(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import kvslim.demo
 
@@ -85,12 +95,18 @@ def test_demo(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path, monkeyp
     out = tmp_path / "out"
     result = call("demo", "--model", model_dir, "--text", texts[0], "--tokens", 512, "--score", 16, "--out", out)
     assert result.exit_code == 0, result.output
-    stored = EvalResults.from_json((out / "demo.json").read_text())
+    shown = json.loads((out / "demo.json").read_text())
+    stored = EvalResults.from_json(json.dumps(shown["results"]))
     assert [one.family for one in stored.methods] == ["none", "integer", "jolt", "jolt", "palu"]
     assert (out / "demo.png").read_bytes()[:4] == b"\x89PNG"
     heard = next(one for one in stored.methods if one.method == "jolt-3x")
     flat = " ".join(result.stdout.split())
     assert f"{heard.ratio:.2f}x smaller, measured" in flat
+    assert shown["sentence"] in flat
+    assert shown["continuation"]["method"] == "jolt-3x"
+    for side in ("uncompressed", "compressed"):
+        assert shown["continuation"][side].split()[0] in flat
+    assert f"from the {heard.ratio:.2f}x smaller" in flat
     assert f"{heard.agreement:.1%} of 16 tokens" in flat
     assert str(texts[0]) in flat.replace(" ", "") or texts[0].name in flat
 
@@ -162,6 +178,12 @@ def test_spectrum(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> 
         ("eval MODEL --dtype int8", "--dtype is one of"),
         ("eval MODEL --plot", "give --out"),
         ("eval MODEL --out FILE/results.json", "cannot be written"),
+        ("eval MODEL --out r.png", "would be both"),
+        ("eval MODEL --out r.PNG --plot", "would be both"),
+        ("eval MODEL --out model.json --plot", "model.png is a directory"),
+        ("eval MODEL --text FILE --calibration FILE", "is the test text"),
+        ("eval MODEL --text FILE --calibration ./sub/../file", "is the test text"),
+        ("eval MODEL --text FILE --calibration COPY", "is the test text"),
         ("eval FILE", "is a file"),
         ("eval ./no/such/model", "neither an existing directory nor a possible hub id"),
         ("generate MODEL --prompt x --ratio 1", "ratio must be above 1"),
@@ -187,9 +209,11 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(
 ) -> None:
     no_model_is_loaded(monkeypatch)
     places = {"MODEL": model_dir, "OUT": tmp_path / "out"}
-    for name, content in (("FILE", b"x"), ("EMPTY", b" \n"), ("BINARY", b"\xff\xfe\x00")):
+    for name, content in (("FILE", b"x"), ("COPY", b"x\n"), ("EMPTY", b" \n"), ("BINARY", b"\xff\xfe\x00")):
         places[name] = tmp_path / name.lower()
         places[name].write_bytes(content)
+    for folder in ("model.png", "sub"):
+        (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     pattern = "|".join(places)
@@ -199,8 +223,7 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(
     assert len(result.stderr.strip().splitlines()) == 1
     assert "Traceback" not in result.output
     assert not result.stdout
-    after = [path for path in sorted(tmp_path.rglob("*")) if path not in before]
-    assert after in ([], [tmp_path / "demo-out"], [tmp_path / "spectrum-out"])  # at most an empty directory
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
@@ -228,6 +251,20 @@ def test_texts_and_models_that_do_not_fit(
     assert re.search(words, result.stderr, re.IGNORECASE), result.stderr
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["demo --model no/such --out leftover", "eval no/such --out sub/deep/r.json", "spectrum no/such --out a/b"],
+)
+def test_a_failed_load_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ModelSourceError("no such model")
+
+    monkeypatch.setattr("kvslim.cli.evaluating.load_model", fail)
+    monkeypatch.chdir(tmp_path)
+    assert call(*arguments.split()).exit_code == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_debug_shows_the_error_itself() -> None:

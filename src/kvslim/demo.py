@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from kvslim.evaluating.plots import plot_quality
 from kvslim.evaluating.results import EvalResults, ModelFingerprint
 from kvslim.evaluating.texts import TextSource, python_topics, read_text
 from kvslim.evaluating.windows import evenly_spaced_windows
+from kvslim.files import write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,6 +64,7 @@ class Continuation:
     """The same prompt continued from two caches, greedily.
 
     Attributes:
+        method: of the compressed cache.
         prompt: what was asked, in words.
         uncompressed: text from the uncompressed cache.
         compressed: text from the compressed cache.
@@ -70,6 +73,7 @@ class Continuation:
         report: the first lines of the compressed cache's report after the last token.
     """
 
+    method: str
     prompt: str
     uncompressed: str
     compressed: str
@@ -85,6 +89,20 @@ class DemoResult:
     results: EvalResults
     continuation: Continuation
     sentence: str
+
+    @property
+    def heard(self) -> MethodResult:
+        """The figures of the method that the continuation was made with."""
+        return next(one for one in self.results.methods if one.method == self.continuation.method)
+
+    def to_json(self) -> str:
+        """``results`` as :meth:`EvalResults.to_json` writes them, ``continuation`` and ``sentence``."""
+        shown = {
+            "results": json.loads(self.results.to_json()),
+            "continuation": asdict(self.continuation),
+            "sentence": self.sentence,
+        }
+        return json.dumps(shown, indent=2, ensure_ascii=False) + "\n"
 
 
 def demo_texts(tokenizer: Any, config: DemoConfig, text: Path | None) -> tuple[TextSource, Tensor, Tensor]:
@@ -150,9 +168,13 @@ def run_demo(
 
 
 def save_demo(result: DemoResult, out: Path) -> list[Path]:
-    """Write ``demo.json`` and ``demo.png`` to the existing directory ``out``; return their paths."""
+    """Write ``demo.json`` and ``demo.png`` to the directory ``out``, made if missing; return their paths.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
     paths = [out / "demo.json", out / "demo.png"]
-    result.results.save(paths[0])
+    write_atomically(paths[0], result.to_json().encode())
     settings = result.results.settings
     title = f"{result.results.model.name}: {settings['tokens']} tokens cached, {settings['score']} scored"
     plot_quality(result.results.methods, paths[1], title)
@@ -180,7 +202,7 @@ def _continue(
     same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
     words = [tokenizer.decode(one, skip_special_tokens=True).strip() for one in texts]
     report = "\n".join(str(compressed.report()).splitlines()[:3])
-    return Continuation(prompt, words[0], words[1], same, len(texts[0]), report)
+    return Continuation(HEARD, prompt, words[0], words[1], same, len(texts[0]), report)
 
 
 def _tell(progress: Progress | None, stages: tuple[str, ...], done: int) -> None:

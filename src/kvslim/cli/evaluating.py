@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvslim.demo import DemoResult
+    from kvslim.evaluating.compare import MethodResult
     from kvslim.evaluating.continuation import Steps
 
 _CALIBRATION = Annotated[Path | None, typer.Option(help="Text that Palu is calibrated on; must not be the test text.")]
@@ -60,7 +62,7 @@ def _print_demo(result: DemoResult, paths: list[Path], seconds: float) -> None:
     console.print(f"[bold]Prompt[/]: {continuation.prompt}")
     sides = Table(box=box.SIMPLE_HEAD)
     sides.add_column("from the uncompressed cache")
-    sides.add_column("from the 3x smaller cache (JoLT)")
+    sides.add_column(f"from the {result.heard.ratio:.2f}x smaller cache ({continuation.method})")
     sides.add_row(continuation.uncompressed, continuation.compressed)
     console.print(sides)
     console.print(f"{continuation.report}\n", highlight=False)
@@ -101,22 +103,18 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
     """
     from kvslim.evaluating.evaluation import EvalConfig, evaluate
     from kvslim.evaluating.methods import check_methods, parse_methods
-    from kvslim.evaluating.plots import plot_quality
-    from kvslim.evaluating.texts import read_text
-    from kvslim.files import check_writable
+    from kvslim.evaluating.texts import check_apart, read_text
 
     chosen = parse_methods(methods)
     check_methods(chosen, calibrated=calibration is not None)
     steps: Steps = "token" if stepwise else "block"
     config = EvalConfig(tokens, score, steps, windows, bos, one_pass, calibration_windows, calibration_length)
-    if plot and out is None:
-        raise ConfigError("--plot writes beside the results: give --out FILE too.")
     weights = dtype_of(dtype)
     check_original(model)
     source = None if text is None else read_text(text)
     other = None if calibration is None else read_text(calibration)
-    if out is not None:
-        check_writable(out)
+    check_apart(source, other)
+    _check_out(out, plot)
 
     loaded, tokenizer = load_model(model, weights, device)
     with progress_lines() as progress:
@@ -127,8 +125,32 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
         typer.echo(f"Written: {out}", err=True)
         if plot:
             title = f"{model}: {tokens} tokens cached, {score} scored, {windows} windows"
-            plot_quality(results.methods, out.with_suffix(".png"), title)
-            typer.echo(f"Written: {out.with_suffix('.png')}", err=True)
+            _plot(results.methods, out.with_suffix(".png"), title)
+
+
+def _check_out(out: Path | None, plot: bool) -> None:
+    """Refuse, before any work, places where the results or the plot beside them cannot be written."""
+    from kvslim.files import check_writable
+
+    if out is None:
+        if plot:
+            raise ConfigError("--plot writes beside the results: give --out FILE too.")
+        return
+    if out.suffix.lower() == ".png":
+        raise ConfigError(f"--out is the JSON file, and --plot writes a PNG beside it: {out} would be both.")
+    check_writable(out)
+    if plot:
+        check_writable(out.with_suffix(".png"))
+
+
+def _plot(methods: Sequence[MethodResult], path: Path, title: str) -> None:
+    from kvslim.evaluating.plots import plot_quality, points_of
+
+    if points_of(methods):
+        plot_quality(methods, path, title)
+        typer.echo(f"Written: {path}", err=True)
+    else:
+        typer.echo("No plot: no method differs from the uncompressed model.", err=True)
 
 
 def spectrum(

@@ -12,7 +12,7 @@ from kvslim.evaluating.compare import Progress, compare, palu_variants, with_one
 from kvslim.evaluating.continuation import ContinuationConfig, Steps
 from kvslim.evaluating.methods import Method, check_methods
 from kvslim.evaluating.results import EvalResults, ModelFingerprint
-from kvslim.evaluating.texts import TextSource, python_topics
+from kvslim.evaluating.texts import TextSource, check_apart, python_topics
 from kvslim.evaluating.windows import evenly_spaced_windows
 
 if TYPE_CHECKING:
@@ -75,10 +75,12 @@ def evaluate(
         progress: called with what is done, steps done, steps in all.
 
     Raises:
-        ConfigError: a text is too short, Palu lacks calibration text, or there is no beginning-of-text token.
+        ConfigError: a text is too short, Palu lacks calibration text or would be calibrated on the test text, or
+            there is no beginning-of-text token.
         UnsupportedModelError, BudgetError, NonFiniteError: of the model and the methods.
     """
     check_methods(methods, calibrated=calibration is not None)
+    check_apart(text, calibration)
     bos = tokenizer.bos_token_id if config.bos else None
     if config.bos and bos is None:
         raise ConfigError("The tokenizer has no beginning-of-text token: leave bos out.")

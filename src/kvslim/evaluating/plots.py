@@ -39,6 +39,11 @@ def save_png(figure: Figure, path: Path) -> None:
     write_atomically(path, buffer.getvalue())
 
 
+def points_of(methods: Sequence[MethodResult]) -> list[MethodResult]:
+    """Those that :func:`plot_quality` can draw: the others do not differ from the uncompressed model."""
+    return [one for one in methods if one.kl > 0]
+
+
 def plot_quality(methods: Sequence[MethodResult], path: Path, title: str) -> None:
     """Draw divergence (logarithmic) against measured bytes per token, one colour per family, every point labelled.
 
@@ -47,7 +52,7 @@ def plot_quality(methods: Sequence[MethodResult], path: Path, title: str) -> Non
     Raises:
         ConfigError: nothing is left to draw, or the file cannot be written.
     """
-    points = [one for one in methods if one.kl > 0]
+    points = points_of(methods)
     if not points:
         raise ConfigError("No method differs from the uncompressed model, so there is nothing to plot.")
     figure, (axes,) = new_figure(7.5, 5)

@@ -45,6 +45,19 @@ def read_text(path: Path) -> TextSource:
     return TextSource(text, str(path))
 
 
+def check_apart(test: TextSource | None, calibration: TextSource | None) -> None:
+    """Refuse to calibrate on the test text: the figures would look better than they are.
+
+    Raises:
+        ConfigError: both are the same text, from one file or from two.
+    """
+    if test is not None and calibration is not None and test.text.split() == calibration.text.split():
+        raise ConfigError(
+            f"The calibration text {calibration.origin} is the test text {test.origin}, so Palu would be measured on "
+            "what it has seen. Calibrate on another text."
+        )
+
+
 def python_topics(tokenizer: Any, tokens: int) -> tuple[TextSource, TextSource]:
     """Split the reference topics of Python's help system into a text to test on and one to calibrate on.
 

@@ -123,7 +123,7 @@ def test_generate(model_dir: Path, texts: tuple[Path, Path]) -> None:
 
 def test_generate_says_why_a_short_prompt_is_not_compressed(model_dir: Path) -> None:
     options = ("--cache", "jolt-8x:window=30", "--max-new-tokens", 4)
-    with pytest.warns(UserWarning, match="too short for a ratio of 8"):
+    with pytest.warns(UserWarning, match="too few for a ratio of 8"):
         result = call("generate", model_dir, "--prompt", " ".join(WORDS[:40]), *options)
     assert result.exit_code == 0, result.output
     assert "stays exact" in result.stderr
@@ -230,7 +230,7 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(
     ("arguments", "words"),
     [
         ("eval MODEL --text TEXT", r"The text has 3000 tokens, but 12 windows of 2305 need 27660.*at most 1"),
-        ("eval MODEL --text TEXT --tokens 16 --score 8 --windows 1 --methods jolt-3x", "budget"),
+        ("eval MODEL --text TEXT --tokens 16 --score 8 --windows 1 --methods jolt-3x", "16 tokens are too few"),
         ("spectrum MODEL --text TEXT --tokens 4000", "3000 tokens"),
         ("demo --model MODEL --text TEXT", "has 3000 tokens, the demo needs 5121"),
         ("compress MODEL -o OUT --calibration TEXT --window-length 4000", "calibration texts have 3000 tokens"),

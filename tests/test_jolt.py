@@ -1,6 +1,7 @@
 """JoLT as a whole: budgets hold on every shape, more bytes mean less error, bad settings are refused in words."""
 
 import json
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from kvslim.allocating.lagrangian import allocate
+from kvslim.attending.families import rope_of
 from kvslim.caching.report import header_bytes
 from kvslim.decomposing.tucker import hosvd
 from kvslim.errors import BudgetError, ConfigError, UnsupportedModelError
 from kvslim.jolt import JoltCache, JoltConfig, choices_of, feature_rank_grid, token_rank_grid
 
 MakeTiny = Callable[..., PreTrainedModel]
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
 
 
 def filled(model: object, cache: JoltCache, tokens: int, rows: int = 1, seed: int = 0) -> JoltCache:
@@ -50,12 +53,15 @@ def test_budget_holds_on_every_shape_or_is_refused(
     cache = JoltCache(model, ratio=ratio, sinks=sinks, window=window, layer_group=group, pre_rope=pre_rope)
     filled(model, cache, tokens, rows)
     try:
-        cache.compress()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a prompt too short for its ratio
+            cache.compress()
     except BudgetError:
         assert cache.prefix is None
         return
-    if tokens <= sinks + window:
-        assert cache.prefix is None
+    if cache.prefix is None:
+        assert tokens <= sinks + window or tokens < 256
+        assert "stays exact" in cache.note
         return
     budget = cache.shape.dense_bytes(tokens) * rows / ratio
     cells = 2 * -(-cache.shape.layers // group)
@@ -129,7 +135,7 @@ def test_choices_cover_pure_quantization_and_pure_rank() -> None:
     x = torch.randn(2, 50, 8)
     choices = choices_of(hosvd(x), (2, 50, 8), JoltConfig(ratio=2))
     kinds = {(plan.token_rank > 0, plan.bits > 0) for plan in choices.plans}
-    assert kinds == {(False, False), (False, True), (True, False), (True, True)}
+    assert kinds == {(False, True), (True, False), (True, True)}  # and never nothing
     assert len(choices.plans) == len(choices.costs) == len(choices.errors)
 
 
@@ -166,6 +172,12 @@ def test_feature_rank_grid(features: int) -> None:
         ({"ratio": 2, "layer_group": 0}, "≥ 1"),
         ({"ratio": 2, "levels": "cubic"}, "lloyd_max, uniform"),
         ({"ratio": 2, "sinks": -1}, "≥ 0"),
+        ({"ratio": 2, "sinks": 2.5}, "≥ 0"),
+        ({"ratio": "3"}, "above 1"),
+        ({"ratio": True}, "above 1"),
+        ({"ratio": 2, "bits": 3}, "several widths"),
+        ({"ratio": 2, "pre_rope": "no"}, "true or false"),
+        ({"ratio": 2, "seed": "a"}, "seed"),
         ({"ratio": 2, "windw": 5}, "no field 'windw'"),
     ],
 )
@@ -193,17 +205,72 @@ def test_budget_below_the_fixed_cost_says_what_it_takes(make_tiny: MakeTiny) -> 
     assert cache.get_seq_length() == 100
 
 
-def test_a_prompt_too_short_for_its_ratio_stays_exact_with_a_warning(make_tiny: MakeTiny) -> None:
-    model, ids = make_tiny(), torch.randint(2, 128, (1, 9))
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    cache = JoltCache(model, ratio=3)
-    with pytest.warns(UserWarning, match="too short for a ratio of 3"):
-        got = model.generate(ids, past_key_values=cache, **options)
-    assert torch.equal(got, model.generate(ids, **options))
-    assert "stays exact" in str(cache.report())
-    strict = JoltCache(model, budget_bytes=100)
-    with pytest.raises(BudgetError, match="budget of 100 bytes"):
-        model.generate(ids, past_key_values=strict, **options)
+@pytest.mark.parametrize("tokens", [9, 13, 16, 25])
+def test_a_prompt_too_short_for_its_ratio_stays_exact_with_a_warning(make_tiny: MakeTiny, tokens: int) -> None:
+    model, ids = make_tiny(), torch.randint(2, 128, (1, tokens))
+    cache, by_hand = JoltCache(model, ratio=3), filled(None, JoltCache(model, ratio=3), tokens)
+    with pytest.warns(UserWarning, match="too few for a ratio of 3"):
+        got = model.generate(ids, past_key_values=cache, **GREEDY)
+    with pytest.warns(UserWarning, match="too few for a ratio of 3"):
+        by_hand.compress()
+    assert torch.equal(got, model.generate(ids, **GREEDY))
+    for one in (cache, by_hand):
+        assert one.prefix is None
+        assert "stays exact" in str(one.report())
+
+
+@pytest.mark.parametrize("tokens", [20, 40, 60, 100, 200, 300])
+@pytest.mark.parametrize("ratio", [2, 3, 4])
+def test_what_is_compressed_is_worth_having(make_tiny: MakeTiny, tokens: int, ratio: int) -> None:
+    """No length at which a row is compressed into next to nothing."""
+    cache = filled(None, JoltCache(make_tiny(head_dim=64, layers=4), ratio=ratio), tokens)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        cache.compress()
+    assert cache.report().key_error < 0.5
+    assert cache.report().value_error < 0.5
+    assert not any("ranks 0 x 64, residual 0" in cell.plan for cell in cache.cells)
+
+
+def test_one_short_row_does_not_keep_the_batch_exact(make_tiny: MakeTiny) -> None:
+    model = make_tiny()
+    mask = torch.ones(2, 800, dtype=torch.long)
+    mask[0, :780] = 0
+    cache = filled(model, JoltCache(model, ratio=2, attention_mask=mask), 800, rows=2)
+    exact = cache.compressible[1].values.clone()
+    with pytest.warns(UserWarning, match="20 tokens are too few"):
+        cache.compress()
+    assert cache.prefix is not None
+    assert [row.middle for row in cache.prefix.rows] == [0, 796]
+    assert torch.equal(cache.compressible[1].dense()[1][0, :, 780:], exact[0, :, 780:])
+    assert "row 0 stays exact" in cache.report().note
+
+
+@pytest.mark.parametrize("settings", [{"budget_bytes": 100}, {"ratio": 500}, {"ratio": 3, "bits": (8,)}])
+def test_an_impossible_budget_is_refused_at_every_step(make_tiny: MakeTiny, settings: dict[str, object]) -> None:
+    model = make_tiny(head_dim=64)
+    cache = filled(model, JoltCache(model, **settings), 400)
+    for _ in range(2):
+        with pytest.raises(BudgetError, match="bytes"), torch.no_grad():
+            model(torch.tensor([[5]]), past_key_values=cache)
+        assert cache.prefix is None
+        assert cache.get_seq_length() == 400
+
+
+def test_pre_rope_is_what_is_encoded(make_tiny: MakeTiny) -> None:
+    """Keys that are low-rank before rotation and not after: only the pre-RoPE cache can see it."""
+    model, errors = make_tiny(head_dim=64), []
+    for pre_rope in (True, False):
+        cache = JoltCache(model, ratio=4, pre_rope=pre_rope)
+        assert (cache.rope is not None) == pre_rope
+        filled(model, cache, 600)
+        rope = rope_of(model)
+        for layer in cache.compressible:
+            flat = torch.randn(1, 2, 600, 2) @ torch.randn(1, 2, 2, 64)
+            layer.keys = rope.rotate(flat, torch.arange(600))
+        cache.compress()
+        errors.append(cache.report().key_error)
+    assert errors[0] < 0.3 * errors[1]
 
 
 def test_unsupported_model_is_named() -> None:

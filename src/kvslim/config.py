@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Self
 
 from kvslim.errors import ConfigError
@@ -33,3 +34,23 @@ class JsonConfig:
                 f"{cls.__name__} has no field {', '.join(map(repr, unknown))}. Known fields: {', '.join(known)}."
             )
         return cls(**data)
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a finite int or float; a bool is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_flag(value: object) -> bool:
+    """Whether ``value`` is true or false."""
+    return isinstance(value, bool)
+
+
+def is_list(value: object) -> bool:
+    """Whether ``value`` is a tuple or a list."""
+    return isinstance(value, tuple | list)
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether ``value`` is an int of at least ``least``; a bool is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -25,7 +25,7 @@ from kvslim.caching.block import Block
 from kvslim.caching.compressed import Cell, CompressedCache, Middle
 from kvslim.caching.report import header_bytes
 from kvslim.caching.tucker_residual import CellPlan, cell_bytes, encode_cell
-from kvslim.config import JsonConfig
+from kvslim.config import JsonConfig, is_count, is_flag, is_list, is_number
 from kvslim.decomposing.tucker import Hosvd, hosvd
 from kvslim.errors import BudgetError, ConfigError
 from kvslim.quantizing.codebook import LEVEL_KINDS, LevelKind
@@ -34,6 +34,7 @@ from kvslim.quantizing.rotated import distortion
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_SHORT = 256  # tokens below which a prompt that cannot meet its ratio stays exact rather than being refused
 _KEEP_VECTORS_BELOW = 1024  # slabs × features up to which a cell's singular vectors wait for the second pass
 
 
@@ -64,17 +65,23 @@ class JoltConfig(JsonConfig):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not is_list(self.bits):
+            raise ConfigError(f"bits are several widths from 0 to 8, such as (0, 2, 4, 8), not {self.bits!r}.")
         object.__setattr__(self, "bits", tuple(sorted(set(self.bits))))
         if (self.ratio is None) == (self.budget_bytes is None):
             raise ConfigError("Give exactly one of ratio (e.g. ratio=3) and budget_bytes.")
-        if self.ratio is not None and not 1 < self.ratio < float("inf"):
-            raise ConfigError(f"ratio must be above 1 (bf16 bytes over compressed bytes), not {self.ratio}.")
-        if self.budget_bytes is not None and self.budget_bytes <= 0:
-            raise ConfigError(f"budget_bytes must be positive, not {self.budget_bytes}.")
-        if not self.bits or any(bits not in range(9) for bits in self.bits):
-            raise ConfigError(f"bits are widths from 0 to 8, not {self.bits}.")
-        if self.layer_group < 1:
-            raise ConfigError(f"layer_group is a number of layers ≥ 1, not {self.layer_group}.")
+        if self.ratio is not None and not (is_number(self.ratio) and self.ratio > 1):
+            raise ConfigError(f"ratio must be above 1 (bf16 bytes over compressed bytes), not {self.ratio!r}.")
+        if self.budget_bytes is not None and not is_count(self.budget_bytes):
+            raise ConfigError(f"budget_bytes must be a positive integer, not {self.budget_bytes!r}.")
+        if not self.bits or any(not is_count(bits, least=0) or bits > 8 for bits in self.bits):
+            raise ConfigError(f"bits are widths from 0 to 8, not {self.bits!r}.")
+        if not is_count(self.layer_group):
+            raise ConfigError(f"layer_group is a number of layers ≥ 1, not {self.layer_group!r}.")
+        if not (is_count(self.sinks, least=0) and is_count(self.window, least=0)):
+            raise ConfigError(f"sinks and window are token counts ≥ 0, not {self.sinks!r} and {self.window!r}.")
+        if not is_flag(self.pre_rope) or not is_count(self.seed, least=0):
+            raise ConfigError(f"pre_rope is true or false, seed an integer ≥ 0, not {self.pre_rope!r}, {self.seed!r}.")
         if self.levels not in LEVEL_KINDS:
             raise ConfigError(f"levels is one of {', '.join(LEVEL_KINDS)}, not {self.levels!r}.")
 
@@ -117,6 +124,8 @@ def choices_of(spectra: Hosvd, shape: tuple[int, int, int], config: JoltConfig) 
     for token_rank in token_rank_grid(tail.shape[0] - 1):
         for feature_rank in feature_rank_grid(features) if token_rank else [features]:
             for bits in config.bits:
+                if not token_rank and not bits:
+                    continue  # a cell is never dropped altogether
                 plans.append(CellPlan(token_rank, feature_rank, bits))
                 errors.append(loss[bits] * tail[token_rank, feature_rank])
     costs = [cell_bytes(plan, slabs, tokens, features) for plan in plans]
@@ -142,8 +151,8 @@ class JoltCache(CompressedCache):
         ConfigError: a setting is out of range or unknown.
         UnsupportedModelError: no row for this model, or its rotary frequencies change with length (use
             ``pre_rope=False`` then).
-        BudgetError: on compression, when the budget is below the fixed cost. A prompt too short for its ``ratio`` stays
-            exact instead, with a warning, when ``generate`` meets it; calling ``compress()`` yourself raises.
+        BudgetError: on compression, when the budget is below the least cost. A short row for which a ``ratio`` leaves
+            next to nothing beside its exact tokens stays exact instead, with a warning and a note in the report.
         NonFiniteError: on compression, when a layer holds NaN or Inf.
     """
 
@@ -168,15 +177,32 @@ class JoltCache(CompressedCache):
         )
         self.config = config
 
-    def _compress_by_itself(self) -> None:
-        """In ``generate`` a prompt too short for its ratio stays exact, with a warning; a byte budget is strict."""
-        try:
-            self.compress()
-        except BudgetError as error:
-            if self.config.budget_bytes is not None:
-                raise
-            self.note = f"too short for a ratio of {self.config.ratio:g}, so it stays exact: {error}"
-            warnings.warn(self.note, stacklevel=4)
+    def _why_exact(self, tokens: int) -> str | None:
+        """Also a short prompt whose exact tokens would take more than half of what its ratio allows.
+
+        The few bytes left would not hold the rest. A longer prompt raises ``BudgetError`` instead, and a byte budget is
+        always taken at its word.
+        """
+        if why := super()._why_exact(tokens):
+            return why
+        if self.config.ratio is None or tokens >= _SHORT or 2 * self._fixed_bytes(tokens) <= self._allowed(tokens):
+            return None
+        why = (
+            f"{tokens} tokens are too few for a ratio of {self.config.ratio:g}: sinks, window and header would take "
+            "more than half of its bytes"
+        )
+        warnings.warn(f"JoltCache: {why}; the prompt stays exact.", stacklevel=5)
+        return why
+
+    def _allowed(self, tokens: int) -> int:
+        """Bytes that the ratio allows for ``tokens`` tokens."""
+        return int(self.shape.dense_bytes(tokens) / (self.config.ratio or 1))
+
+    def _fixed_bytes(self, tokens: int) -> int:
+        """Bytes of a row's sinks, window and header."""
+        exact = min(tokens, self.n_sinks + self.n_window)
+        item_bytes = self.compressible[0].keys.element_size()
+        return self.shape.dense_bytes(exact) * item_bytes // 2 + header_bytes(2 * len(self._groups()))
 
     def _encode(self, middles: list[Middle]) -> list[list[tuple[Cell, Block, str]]]:
         """Plan every row before any is encoded, so that a budget that cannot be met fails early."""
@@ -190,15 +216,13 @@ class JoltCache(CompressedCache):
         if self.config.budget_bytes is not None:
             total = self.config.budget_bytes * tokens // all_tokens
         else:
-            total = int(self.shape.dense_bytes(tokens) / (self.config.ratio or 1))
-        exact = tokens - middle.tokens
-        item_bytes = self.compressible[0].keys.element_size()
-        fixed = self.shape.dense_bytes(exact) * item_bytes // 2 + header_bytes(2 * len(self._groups()))
+            total = self._allowed(tokens)
+        fixed = self._fixed_bytes(tokens)
         if fixed > total:
             raise BudgetError(
-                f"Row {middle.row} has {tokens} tokens and a budget of {total} bytes, but {exact} exact tokens (sinks "
-                f"and window) and the header alone take {fixed} bytes. Give it more than that: lower the ratio, the "
-                "sinks or the window."
+                f"Row {middle.row} has {tokens} tokens and a budget of {total} bytes, but its {tokens - middle.tokens} "
+                f"exact tokens (sinks and window) and the header alone take {fixed} bytes. Give it more than that: "
+                "lower the ratio, the sinks or the window."
             )
         return total - fixed
 

@@ -7,7 +7,6 @@ The key and value projection of every layer are factored, ``W ≈ A B``; the mod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,9 +32,9 @@ from kvslim.calibrating.fisher import FisherStats, calibrate_fisher
 from kvslim.calibrating.grams import GramStats, calibrate_grams
 from kvslim.calibrating.windows import check_windows, windows_from_texts
 from kvslim.checkpointing.latent_model import read_latent_model, write_latent_model
-from kvslim.config import JsonConfig
+from kvslim.config import JsonConfig, is_count, is_number
 from kvslim.decomposing.whitened import Decomposition, plain_svd, whitened_svd
-from kvslim.errors import CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
+from kvslim.errors import CalibrationError, CheckpointError, ConfigError, NonFiniteError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,13 +90,13 @@ class PaluConfig(JsonConfig):
 
     def __post_init__(self) -> None:
         """Check every field that needs no model."""
-        if not _is_number(self.rate) or not 0 <= self.rate < 1:
+        if not is_number(self.rate) or not 0 <= self.rate < 1:
             raise ConfigError(f"rate is the fraction of channels to remove, at least 0 and below 1, not {self.rate!r}.")
-        if self.group_size is not None and not _is_count(self.group_size):
+        if self.group_size is not None and not is_count(self.group_size):
             raise ConfigError(f"group_size must be a positive integer or None (joint), not {self.group_size!r}.")
-        if not _is_count(self.rank_multiple):
+        if not is_count(self.rank_multiple):
             raise ConfigError(f"rank_multiple must be a positive integer, not {self.rank_multiple!r}.")
-        if not _is_number(self.rank_floor) or not 0 <= self.rank_floor <= 1:
+        if not is_number(self.rank_floor) or not 0 <= self.rank_floor <= 1:
             raise ConfigError(f"rank_floor is a share of the full rank from 0 to 1, not {self.rank_floor!r}.")
         for name, value, known in (
             ("ranks", self.ranks, ("uniform", "fisher", "fisher-rms")),
@@ -337,7 +336,10 @@ def load(directory: str | Path) -> PreTrainedModel:
         CheckpointError: it is truncated, was edited, or is of a newer format.
     """
     model, about = read_latent_model(Path(directory))
-    model.palu = PaluReport.from_dict(about)
+    try:
+        model.palu = PaluReport.from_dict(about)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{directory} does not say what was done to it: {error!r}. Copy it again.") from error
     return model
 
 
@@ -434,11 +436,3 @@ def _layout(model: PreTrainedModel) -> LatentLayout:
 
 def _stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(name, done, total)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

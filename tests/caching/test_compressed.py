@@ -71,29 +71,29 @@ def test_beams_and_return_sequences(make_tiny: MakeTiny, name: str) -> None:
 
 
 def test_beams_move_references_not_storage(make_tiny: MakeTiny) -> None:
-    model, ids = make_tiny(), prompt(2, 40)
+    model, ids = make_tiny(), prompt(2, 400)
     cache = fill(model, ids, JoltCache(model, ratio=3, window=0))
     cache.compress()
     before = cache.prefix_nbytes
     cache.batch_repeat_interleave(4)
     assert cache.prefix_nbytes == before
     cache.reorder_cache(torch.tensor([7, 0, 3, 4, 5, 6, 1, 2]))
-    assert cache.get_seq_length() == 40
+    assert cache.get_seq_length() == 400
     keys, _ = cache.compressible[0].dense()
     assert torch.equal(keys[0], keys[3])
     assert not torch.equal(keys[0], keys[1])
 
 
 def test_chunked_prefill_compresses_the_whole_prompt(make_tiny: MakeTiny) -> None:
-    model, ids = make_tiny(), prompt(1, 50)
+    model, ids = make_tiny(), prompt(1, 400)
     cache = JoltCache(model, ratio=3, window=0)
     with torch.no_grad():
-        for chunk in ids.split(17, dim=1):
+        for chunk in ids.split(67, dim=1):
             model(chunk, past_key_values=cache)
         assert cache.prefix is None
         model(prompt(1, 1), past_key_values=cache)
     assert cache.prefix is not None
-    assert cache.prefix.columns == 50
+    assert cache.prefix.columns == 400
     assert cache.report().tail_tokens == 1
     assert cache.report().ratio >= 3
 
@@ -165,7 +165,7 @@ def test_crop_through_tail_window_middle_and_sinks(make_tiny: MakeTiny, keep: in
 
 
 def test_prefix_continuation_by_deepcopy(make_tiny: MakeTiny) -> None:
-    model, ids = make_tiny(), prompt(1, 30)
+    model, ids = make_tiny(), prompt(1, 300)
     cache = fill(model, ids, JoltCache(model, ratio=2, window=0))
     cache.compress()
     twin = copy.deepcopy(cache)
@@ -177,13 +177,81 @@ def test_prefix_continuation_by_deepcopy(make_tiny: MakeTiny) -> None:
     assert twin.nbytes == cache.nbytes
 
 
+def test_equal_rows_are_encoded_once(make_tiny: MakeTiny) -> None:
+    """Beams of one prompt: four equal rows take the bytes of one, and the report does not count them four times."""
+    model = make_tiny()
+    ids = prompt(1, 300)
+    cache = fill(model, ids.repeat(4, 1), JoltCache(model, ratio=3))
+    cache.compress()
+    assert cache.prefix is not None
+    assert len({id(row) for row in cache.prefix.rows}) == 1
+    assert cache.report().prefix_tokens == 300
+    assert 3 <= cache.report().ratio < 3.3
+
+
+def test_assisted_decoding_and_prompt_lookup_compress_too(make_tiny: MakeTiny) -> None:
+    model, draft, ids = make_tiny(), make_tiny(layers=1, seed=3), prompt(1, 60)
+    for options in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 4}):
+        cache = MAKERS["jolt"](model)
+        assert torch.equal(greedy(model, ids, cache, **options), greedy(model, ids))
+        assert cache.prefix is not None
+
+
+def test_a_long_second_turn_after_a_short_first_is_compressed(make_tiny: MakeTiny) -> None:
+    model = make_tiny()
+    cache = JoltCache(model, ratio=3, window=4)
+    fill(model, prompt(1, 5), cache)
+    fill(model, prompt(1, 1), cache)
+    assert "row 0 stays exact" in cache.report().note
+    fill(model, prompt(1, 400, seed=1), cache)
+    fill(model, prompt(1, 1), cache)
+    assert cache.report().prefix_tokens == 406
+    assert cache.report().note == ""
+
+
+def test_total_ratio_counts_everything(make_tiny: MakeTiny) -> None:
+    model = make_tiny().to(torch.bfloat16)
+    cache = fill(model, prompt(1, 300), JoltCache(model, ratio=3))
+    assert cache.report().total_ratio == pytest.approx(1.0)
+    cache.compress()
+    fill(model, prompt(1, 300, seed=1), cache)
+    report = cache.report()
+    assert report.total_ratio == pytest.approx(2 * cache.shape.dense_bytes(300) / cache.nbytes)
+    assert 1.4 < report.total_ratio < 1.6 < report.ratio
+
+
+def test_the_mask_follows_the_rows_and_ends_with_them(make_tiny: MakeTiny) -> None:
+    model = make_tiny()
+    ids, mask = padded([300, 200])
+    cache = fill(model, ids, JoltCache(model, ratio=2, attention_mask=mask), attention_mask=mask)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.compress()
+    assert cache.prefix is not None
+    assert [row.length for row in cache.prefix.rows] == [200, 200, 300, 300]
+    cache.reset()
+    fill(model, prompt(1, 350), cache)
+    cache.compress()
+    assert [row.length for row in cache.prefix.rows] == [350]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12])
+def test_measured_errors_survive_any_magnitude(make_tiny: MakeTiny, scale: float) -> None:
+    model = make_tiny()
+    cache = fill(model, prompt(1, 200), JoltCache(model, ratio=4))
+    for layer in cache.compressible:
+        layer.values = layer.values * scale
+    cache.compress()
+    assert 0.01 < cache.report().value_error < 0.9
+
+
 def test_reset_makes_it_new(make_tiny: MakeTiny) -> None:
     model = make_tiny()
     cache = JoltCache(model, ratio=2, window=0)
-    first = greedy(model, prompt(1, 30), cache)
+    first = greedy(model, prompt(1, 300), cache)
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert torch.equal(greedy(model, prompt(1, 30), cache), first)
+    assert torch.equal(greedy(model, prompt(1, 300), cache), first)
 
 
 def test_sliding_layers_stay_exact(make_tiny: MakeTiny) -> None:
@@ -194,12 +262,17 @@ def test_sliding_layers_stay_exact(make_tiny: MakeTiny) -> None:
         num_key_value_heads=2, use_sliding_window=True, sliding_window=8, max_window_layers=1, initializer_range=0.1,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).eval()
-    cache = MAKERS["jolt"](model)
     ids = prompt(1, 30)
+    cache = fill(model, ids, MAKERS["jolt"](model))
+    cache.compress()
+    sliding = next(layer for layer in cache.layers if layer.is_sliding)
+    assert sliding.keys.untyped_storage().nbytes() <= 8 * 2 * 16 * 4  # no view of the whole prefill
+    with pytest.raises(CacheStateError, match="activate_past_recording"):
+        cache.crop(-2)
+    assert {layer.get_seq_length() for layer in cache.layers} == {30}
+    cache = MAKERS["jolt"](model)
     assert torch.equal(greedy(model, ids, cache), greedy(model, ids))
     assert len(cache.compressible) == 1
-    sliding = next(layer for layer in cache.layers if layer.is_sliding)
-    assert sliding.keys.untyped_storage().nbytes() <= 8 * 2 * 16 * 4  # only the window is kept alive
     cache.reset()
     assert torch.equal(greedy(model, ids, cache), greedy(model, ids))
 
@@ -211,12 +284,15 @@ def test_sliding_layers_stay_exact(make_tiny: MakeTiny) -> None:
 @pytest.mark.parametrize("where", ["keys", "values"])
 def test_non_finite_names_the_layer_and_changes_nothing(make_tiny: MakeTiny, bad: float, where: str) -> None:
     model = make_tiny()
-    cache = fill(model, prompt(1, 40), JoltCache(model, ratio=2, window=0))
+    cache = fill(model, prompt(1, 300), JoltCache(model, ratio=2, window=0))
     getattr(cache.compressible[1], where)[0, 1, 7, 3] = bad
     with pytest.raises(NonFiniteError, match=f"{where} of layer 1"):
         cache.compress()
+    for _ in range(2):  # and the next step does not slip through
+        with pytest.raises(NonFiniteError), torch.no_grad():
+            model(prompt(1, 1), past_key_values=cache)
     assert cache.prefix is None
-    assert cache.compressible[0].keys.shape[2] == 40
+    assert cache.compressible[0].keys.shape[2] == 300
 
 
 def test_short_prompt_stays_exact_and_says_so(make_tiny: MakeTiny) -> None:

@@ -240,3 +240,11 @@ def test_a_taken_place_is_refused_and_a_failure_leaves_nothing(
     with pytest.raises(ConfigError, match="No space"):
         palu.save(saved[0], tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["slim"]
+
+
+@pytest.mark.parametrize("about", [{"config": {}}, {"config": {"rate": 2}, "plan": {}}, {"x": 1}])
+def test_about_of_another_maker(saved: tuple[PreTrainedModel, Path], about: dict[str, object]) -> None:
+    path = saved[1] / "kvslim.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "about": about}))
+    with pytest.raises(CheckpointError, match="what was done"):
+        palu.load(saved[1])

@@ -131,10 +131,10 @@ def test_destroyed_cache_destroys_the_score(tiny_llama: PreTrainedModel, monkeyp
 @torch.no_grad()
 def test_errors_are_those_of_what_attention_sees(tiny_llama: PreTrainedModel) -> None:
     windows = random_windows(1)
-    (result,) = compare(tiny_llama, parse_methods("jolt-3x:sinks=2:window=8"), windows, CONFIG)
+    (result,) = compare(tiny_llama, parse_methods("jolt-2x:sinks=1:window=2"), windows, CONFIG)
     dense = DynamicCache(config=tiny_llama.config)
     tiny_llama(windows[:, :96], past_key_values=dense)
-    cache = JoltCache(tiny_llama, ratio=3, sinks=2, window=8)
+    cache = JoltCache(tiny_llama, ratio=2, sinks=1, window=2)
     tiny_llama(windows[:, :96], past_key_values=cache)
     cache.compress()
     seen = [layer.dense() for layer in cache.compressible]
@@ -143,7 +143,7 @@ def test_errors_are_those_of_what_attention_sees(tiny_llama: PreTrainedModel) ->
         rebuilt = torch.stack([pair[kind] for pair in seen])
         assert error == pytest.approx(float((rebuilt - exact).norm() / exact.norm()), rel=1e-4)
     assert result.nbytes == cache.nbytes
-    assert result.ratio >= 3
+    assert result.ratio >= 2
 
 
 def test_palu_is_measured_through_its_latents_and_the_model_is_given_back(tiny_llama: PreTrainedModel) -> None:

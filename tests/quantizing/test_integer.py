@@ -15,7 +15,8 @@ def test_error_is_at_most_half_a_step(bits: int, size: int, offset: float, seed:
     stored = integer.encode(x, bits)
     error = (integer.decode(stored) - x).abs().amax(-1)
     # half a step, plus the float16 rounding of the step (over all levels) and of the minimum
-    allowed = 0.5 * stored.steps.float() + x.abs().amax(-1) * 2**-10 + (1 << bits) * stored.steps.float() * 2**-10
+    steps = stored.steps.float() * stored.gain
+    allowed = 0.5 * steps + x.abs().amax(-1) * 2**-10 + (1 << bits) * steps * 2**-10
     assert (error <= allowed + 1e-6).all()
 
 
@@ -28,3 +29,9 @@ def test_bytes_per_token() -> None:
 def test_constant_rows_are_exact(value: float) -> None:
     x = torch.full((2, 3, 16), value)
     assert torch.equal(integer.decode(integer.encode(x, 2)), x)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-6, 1e6, 1e15])
+def test_any_magnitude(scale: float) -> None:
+    x = torch.randn(2, 10, 64, generator=torch.Generator().manual_seed(0)) * scale
+    assert (integer.decode(integer.encode(x, 8)) - x).norm() < 0.01 * x.norm()

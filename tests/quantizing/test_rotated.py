@@ -35,7 +35,7 @@ def test_an_outlier_channel_costs_little() -> None:
     size=st.integers(1, 130),
     rows=st.integers(0, 4),
     bits=st.integers(1, 8),
-    power=st.integers(-10, 12),
+    power=st.integers(-60, 60),
     seed=st.integers(0, 99),
 )
 def test_shapes_sizes_and_scales(size: int, rows: int, bits: int, power: int, seed: int) -> None:
@@ -45,8 +45,8 @@ def test_shapes_sizes_and_scales(size: int, rows: int, bits: int, power: int, se
     assert decoded.shape == x.shape
     assert torch.isfinite(decoded).all()
     assert stored.codes.nbytes + stored.scales.nbytes == 2 * rows * rotated.row_bytes(size, bits)
-    if rows and bits >= 4 and power >= -8:  # below that float16 scales of single-number rows turn subnormal
-        assert (decoded - x).square().sum() <= 0.2 * x.square().sum() + 1e-12
+    if rows and bits >= 4:
+        assert (decoded - x).norm() <= 0.4 * x.norm()
 
 
 def test_zero_rows_decode_to_zero() -> None:

@@ -26,6 +26,7 @@ from kvslim.types import KVShape, Rope
 
 KINDS = ("keys", "values")
 _UNTOUCHED = "nothing compressed yet: the prefill is still exact"
+_VERIFIED_AT_ONCE = 32  # candidate tokens of assisted decoding and prompt lookup stay below this
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class CompressedCache(Cache):
         self.prefix: Prefix | None = None
         self.cells: list[CellReport] = []
         self.note = _UNTOUCHED
-        self._decoding = False
+        self._decoding = self._rolled_back = False
 
     # ---- what subclasses provide -------------------------------------------------------------------------------
 
@@ -130,24 +131,34 @@ class CompressedCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append to layer ``layer_idx``. The first single token after a prefill compresses the prefill first."""
-        starts_decoding = not self._decoding and key_states.shape[-2] == 1 and self.get_seq_length(layer_idx) > 0
-        if starts_decoding and layer_idx == self.layers.index(self.compressible[0]):
-            self._compress_by_itself()
+        """Append to layer ``layer_idx``. The first token after a prefill compresses the prefill first."""
+        if self.prefix is None and layer_idx == self._model_layer(0) and self.get_seq_length(layer_idx) > 0:
+            self._before_append(key_states.shape[-2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[no-any-return]
 
-    def _compress_by_itself(self) -> None:
-        """What the first token after a prefill triggers. Subclasses may let a prompt stay exact, with a warning."""
-        self.compress()
+    def _before_append(self, new_tokens: int) -> None:
+        """Compress if decoding starts: one token arrives, or after a rollback (assisted decoding) a few of them."""
+        if new_tokens == 1 or (self._rolled_back and new_tokens <= _VERIFIED_AT_ONCE):
+            if not self._decoding:
+                self.compress()
+        else:
+            self._decoding = False  # more of the prompt, or another turn
+
+    def _why_exact(self, tokens: int) -> str | None:
+        """Why a row of ``tokens`` tokens stays exact, in words, or None if it is compressed."""
+        if tokens <= self.n_sinks + self.n_window:
+            return f"{tokens} tokens are not more than {self.n_sinks} sinks + {self.n_window} recent tokens"
+        return None
 
     @torch.no_grad()
     def compress(self) -> None:
-        """Compress everything cached so far. A prompt not longer than sinks + window stays exact; the report says so.
+        """Compress everything cached so far. Rows too short to gain stay exact, and the report says so.
 
-        A second call does nothing: tokens after the prefix stay in the exact tail.
+        A second call does nothing: tokens after the prefix stay in the exact tail. Equal rows (beams of one prompt) are
+        encoded once and share their storage.
 
         Raises:
-            CacheStateError: nothing is cached, or the layers hold different lengths.
+            CacheStateError: nothing is cached, or the layers hold different lengths or lie on several devices.
             NonFiniteError: a layer holds NaN or Inf; it is named, and the cache is left as it was.
             BudgetError: the budget is below the fixed cost; the cache is left as it was.
         """
@@ -155,27 +166,36 @@ class CompressedCache(Cache):
             return
         columns = self._filled_columns()
         spans = self._spans(columns)
-        self._decoding = True
-        longest = max(end - start for start, end in spans)
-        if longest <= self.n_sinks + self.n_window:
-            self.note = (
-                f"the longest prompt has {longest} tokens, not more than {self.n_sinks} sinks + {self.n_window} "
-                "recent tokens: it stays exact"
-            )
+        reasons = [self._why_exact(end - start) for start, end in spans]
+        self.note = "; ".join(f"row {row} stays exact: {why}" for row, why in enumerate(reasons) if why)
+        if all(reasons):
+            self._decoding = True
             return
         self._check_finite(spans)
-        middles = [self._middle(row, *span) for row, span in enumerate(spans)]
+        twins = [self._first_equal(row, spans) for row in range(len(spans))]
+        middles = [self._middle(row, *spans[row], whole=bool(reasons[row])) for row in sorted(set(twins))]
         encoded = self._encode(middles)
         cells = [self._measure(*cell) for row in encoded for cell in row]
-        rows = [self._assemble(middle, row) for middle, row in zip(middles, encoded, strict=True)]
-        self.prefix, self.cells = Prefix(tuple(rows), columns), cells
-        self.note = ""
+        rows = {middle.row: self._assemble(middle, row) for middle, row in zip(middles, encoded, strict=True)}
+        self.cells, self.attention_mask, self._decoding = cells, None, True
+        self._share(Prefix(tuple(rows[first] for first in twins), columns))
         for layer in self.layers:
             if isinstance(layer, CompressedLayer):
-                layer.prefix = self.prefix
                 layer.clear_tail()
             else:  # a sliding layer is a view that keeps the whole prefill alive
                 layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+
+    def _first_equal(self, row: int, spans: list[tuple[int, int]]) -> int:
+        """The first row that holds the same tokens as ``row``, itself if none does."""
+        span = slice(*spans[row])
+        for other in range(row):
+            if spans[other] == spans[row] and all(
+                torch.equal(dense[other, :, span], dense[row, :, span])
+                for layer in self.compressible
+                for dense in (layer.keys, layer.values)
+            ):
+                return other
+        return row
 
     def _filled_columns(self) -> int:
         lengths = {layer.get_seq_length() for layer in self.compressible}
@@ -183,6 +203,12 @@ class CompressedCache(Cache):
             raise CacheStateError("compress() was called on an empty cache. Run the prefill first.")
         if len(lengths) > 1:
             raise CacheStateError("The layers hold different lengths: compress() must not be called inside a forward.")
+        devices = {str(layer.keys.device) for layer in self.compressible}
+        if len(devices) > 1:
+            raise CacheStateError(
+                f"The layers lie on several devices ({', '.join(sorted(devices))}), which this cache does not support. "
+                "Load the model on one device."
+            )
         return lengths.pop()
 
     def _spans(self, columns: int) -> list[tuple[int, int]]:
@@ -206,8 +232,9 @@ class CompressedCache(Cache):
             spans.append((int(real[0]), int(real[-1]) + 1))
         return spans
 
-    def _middle(self, row: int, first: int, end: int) -> Middle:
-        start = min(first + self.n_sinks, end)
+    def _middle(self, row: int, first: int, end: int, *, whole: bool) -> Middle:
+        """What of a row is compressed; nothing if the ``whole`` row stays exact."""
+        start = end if whole else min(first + self.n_sinks, end)
         return Middle(row, first, start, max(start, end - self.n_window), end)
 
     def _assemble(self, middle: Middle, encoded: list[tuple[Cell, Block, str]]) -> CompressedRow:
@@ -239,8 +266,8 @@ class CompressedCache(Cache):
     def _measure(self, cell: Cell, block: Block, plan: str) -> CellReport:
         x = self._cell_tensor(cell)
         decoded = torch.cat([block.decode(place) for place in range(len(cell.layers))]).to(x.device)
-        energy = float(x.square().sum(dtype=torch.float64))
-        lost = float((decoded - x).square().sum(dtype=torch.float64))
+        energy = float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+        lost = float(torch.linalg.vector_norm(decoded - x, dtype=torch.float64)) ** 2
         return CellReport(
             row=cell.middle.row,
             layers=tuple(self._model_layer(slot) for slot in cell.layers),
@@ -277,45 +304,60 @@ class CompressedCache(Cache):
 
         Cropping into the compressed prefix slices its token factors and codes.
         """
-        length = self.get_seq_length()
+        length = self.get_seq_length(self._model_layer(0))
         remove = max(0, length - tokens_to_remove) if tokens_to_remove > 0 else min(length, -tokens_to_remove)
         tail = self.compressible[0].keys.shape[-2] if self.is_initialized else 0
+        for layer in self.layers:
+            full = getattr(layer, "sliding_window", None)
+            if remove and full is not None and layer.get_seq_length() >= full and not layer.record_past:
+                raise CacheStateError(
+                    "A sliding-window layer has dropped tokens that a crop would need. Call "
+                    "cache.activate_past_recording() before the tokens that may be cropped."
+                )
+        self._rolled_back = True
         super().crop(-remove)
         if self.prefix is not None and remove > tail:
             kept = self.prefix.columns - (remove - tail)
             self._share(self.prefix.crop(kept) if kept > 0 else None)
         if remove == length:
-            self._decoding = False
+            self._start_anew()
 
-    def reset(self) -> None:
-        """Forget everything; the cache can be filled anew."""
-        super().reset()
-        for layer in self.layers:
-            if not isinstance(layer, CompressedLayer):  # transformers zeroes a sliding layer but keeps its length
-                layer.keys = layer.values = None
-                layer.is_initialized = False
+    def _start_anew(self) -> None:
         self._share(None)
-        self._decoding = False
+        self._decoding = self._rolled_back = False
+        self.attention_mask = None
         self.cells = []
         self.note = _UNTOUCHED
 
+    def reset(self) -> None:
+        """Forget everything, the attention mask included; the cache can be filled anew."""
+        super().reset()
+        for layer in self.layers:  # transformers zeroes a sliding layer but keeps its shape
+            layer.keys = layer.values = None
+            layer.is_initialized = False
+        self._start_anew()
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
         self._select(beam_idx.tolist())
+        super().reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the batch rows ``indices`` (integers or a boolean mask)."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
-        super().batch_select_indices(indices)
         self._select(indices.tolist())
+        super().batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([row for row in range(max(0, self.compressible[0].batch_size)) for _ in range(repeats)])
         super().batch_repeat_interleave(repeats)
-        if self.prefix is not None:
-            self._select([i for i in range(len(self.prefix.rows)) for _ in range(repeats)])
 
     def _select(self, indices: list[int]) -> None:
+        """Carry over what is kept per row beside the layers; called while these still have the old rows."""
+        rows = self.compressible[0].batch_size
+        if self.attention_mask is not None and rows > 0 and rows % self.attention_mask.shape[0] == 0:
+            mask = self.attention_mask.repeat_interleave(rows // self.attention_mask.shape[0], dim=0)
+            self.attention_mask = mask[indices]
         if self.prefix is not None:
             self._share(self.prefix.select(indices))
 
@@ -329,7 +371,10 @@ class CompressedCache(Cache):
     @property
     def tail_nbytes(self) -> int:
         """Bytes of the exact tensors: tail, or everything while nothing is compressed, and sliding-window layers."""
-        return storage_bytes(t for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values))
+        return storage_bytes(self._exact_tensors())
+
+    def _exact_tensors(self) -> list[Tensor]:
+        return [t for layer in self.layers if layer.is_initialized for t in (layer.keys, layer.values)]
 
     @property
     def nbytes(self) -> int:
@@ -338,8 +383,8 @@ class CompressedCache(Cache):
 
     def report(self) -> CacheReport:
         """Measured bytes and errors of the cache as it is now. Cell errors are those found when it was compressed."""
-        rows = self.prefix.rows if self.prefix is not None else ()
-        tokens = sum(row.length for row in rows)
+        rows = {id(row): row for row in self.prefix.rows} if self.prefix is not None else {}
+        tokens = sum(row.length for row in rows.values())
         first = self.compressible[0]
         return CacheReport(
             method=type(self).__name__,
@@ -347,6 +392,7 @@ class CompressedCache(Cache):
             prefix_tokens=tokens,
             prefix_nbytes=self.prefix_nbytes,
             dense_nbytes=self.shape.dense_bytes(tokens),
+            exact_dense_nbytes=2 * sum(t.numel() for t in self._exact_tensors()),
             tail_tokens=first.keys.shape[-2] if first.is_initialized else 0,
             tail_nbytes=self.tail_nbytes,
             note=self.note,

@@ -72,8 +72,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.prefix = None
-        if self.is_initialized:
-            self.clear_tail()
+        self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

@@ -50,12 +50,13 @@ class CacheReport:
     Attributes:
         method: name of the cache class.
         rows: batch rows.
-        prefix_tokens: real tokens in the compressed prefix, all rows together.
+        prefix_tokens: real tokens in the compressed prefix, all rows together; rows that share storage count once.
         prefix_nbytes: bytes of the compressed prefix with sinks and window.
         dense_nbytes: bytes of the same tokens in bf16.
         tail_tokens: exact tokens per row behind the prefix.
         tail_nbytes: bytes of the exact tensors (tail, or the whole prefill before compression; sliding-window layers).
-        note: why nothing is compressed, or empty.
+        exact_dense_nbytes: bytes of the same tensors in bf16.
+        note: what stays exact and why, or empty.
         cells: one entry per cell.
     """
 
@@ -66,6 +67,7 @@ class CacheReport:
     dense_nbytes: int
     tail_tokens: int
     tail_nbytes: int
+    exact_dense_nbytes: int
     note: str
     cells: tuple[CellReport, ...]
 
@@ -73,6 +75,12 @@ class CacheReport:
     def ratio(self) -> float:
         """bf16 bytes over measured bytes of the compressed prefix; 1.0 when nothing is compressed."""
         return self.dense_nbytes / self.prefix_nbytes if self.prefix_nbytes else 1.0
+
+    @property
+    def total_ratio(self) -> float:
+        """bf16 bytes over measured bytes of everything cached, exact tokens and sliding-window layers included."""
+        kept = self.prefix_nbytes + self.tail_nbytes
+        return (self.dense_nbytes + self.exact_dense_nbytes) / kept if kept else 1.0
 
     @property
     def key_error(self) -> float:
@@ -86,6 +94,7 @@ class CacheReport:
         return {
             **dataclasses.asdict(self),
             "ratio": self.ratio,
+            "total_ratio": self.total_ratio,
             "key_error": self.key_error,
             "value_error": self.value_error,
         }
@@ -100,7 +109,10 @@ class CacheReport:
                 f"{_mb(self.dense_nbytes)} in bf16: {self.ratio:.2f}x smaller"
             )
             lines.append(f"  relative error: keys {self.key_error:.4f}, values {self.value_error:.4f}")
-        lines.append(f"  exact: {self.tail_tokens} tokens per row, {_mb(self.tail_nbytes)}")
+        lines.append(
+            f"  exact: {self.tail_tokens} tokens per row, {_mb(self.tail_nbytes)}; "
+            f"everything together {self.total_ratio:.2f}x smaller than bf16"
+        )
         for cell in self.cells:
             where = _span(cell.layers) + (f", row {cell.row}" if self.rows > 1 else "")
             lines.append(f"  {where:>12} {cell.kind:6} {cell.plan:34} {cell.nbytes:>10} B  error {cell.error:.4f}")

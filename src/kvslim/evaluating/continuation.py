@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,11 +146,19 @@ def score(model: PreTrainedModel, cache: Cache, ids: Tensor, config: Continuatio
 
 @torch.no_grad()
 def score_cache(model: PreTrainedModel, cache: Cache, reference: Reference, config: ContinuationConfig) -> Scored:
-    """Fill and compress a run-time cache, then score through it. A cache that cannot compress is scored as it is."""
+    """Fill and compress a run-time cache, then score through it. A plain transformers cache is scored as it is.
+
+    Raises:
+        ConfigError: the tokens are too few to be compressed, so that the uncompressed cache would be scored.
+    """
     share_prefill(model, reference.filled, cache, reference.ids[:, : config.tokens])
     started = time.perf_counter()
     if isinstance(cache, CompressedCache):
-        cache.compress()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # said as an error below
+            cache.compress()
+        if cache.prefix is None:
+            raise ConfigError(f"{config.tokens} tokens are too few to measure: {cache.note}. Use more tokens.")
     return _scored(model, cache, reference, config, time.perf_counter() - started)
 
 

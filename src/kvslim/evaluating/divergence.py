@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvslim.errors import NonFiniteError
+
 _ROWS_AT_ONCE = 64  # rows of the vocabulary that are held in float64 together
 
 
@@ -51,7 +53,13 @@ def divergence(logits: Tensor, reference: Tensor, targets: Tensor) -> Divergence
 
     Computed in float64, because a divergence of 1e-5 nats is a difference of numbers near 10. The rounding that is
     left can make a divergence of zero slightly negative; it is cut at zero per block of rows.
+
+    Raises:
+        NonFiniteError: logits hold NaN or Inf, so that there is nothing to compare.
     """
+    for name, given in (("compressed", logits), ("uncompressed", reference)):
+        if not bool(torch.isfinite(given).all()):
+            raise NonFiniteError(f"The logits of the {name} run hold NaN or Inf. Try another dtype for the model.")
     total = Divergence()
     for start in range(0, logits.shape[0], _ROWS_AT_ONCE):
         rows = slice(start, start + _ROWS_AT_ONCE)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvslim.quantizing.gain import power_of_two_gain
 from kvslim.quantizing.packing import pack, unpack
 
 
@@ -24,6 +25,7 @@ class IntegerCodes:
         minima: float16 ``(...)``, one per row.
         bits: code width, 1 to 8.
         size: coordinates per row.
+        gain: a power of two that was taken off all rows, so that steps and minima fit float16.
     """
 
     codes: Tensor
@@ -31,19 +33,23 @@ class IntegerCodes:
     minima: Tensor
     bits: int
     size: int
+    gain: float = 1.0
 
 
 def encode(x: Tensor, bits: int) -> IntegerCodes:
     """Encode ``x`` of shape ``(..., size)``, float32 and finite (Palu, Appendix A, with a float minimum)."""
+    gain = power_of_two_gain(x)
+    x = x / gain
     low, high = x.amin(-1), x.amax(-1)
     minima = low.to(torch.float16)
     steps = ((high - minima.to(torch.float32)) / ((1 << bits) - 1)).clamp_min(0).to(torch.float16)
     scaled = (x - minima[..., None].to(torch.float32)) / steps[..., None].to(torch.float32).clamp_min(1e-12)
     codes = scaled.round().clamp_(0, (1 << bits) - 1)
-    return IntegerCodes(pack(codes, bits), steps, minima, bits, x.shape[-1])
+    return IntegerCodes(pack(codes, bits), steps, minima, bits, x.shape[-1], gain)
 
 
 def decode(stored: IntegerCodes) -> Tensor:
     """Undo :func:`encode`: float32 ``(..., size)``."""
     codes = unpack(stored.codes, stored.bits, stored.size).to(torch.float32)
-    return codes * stored.steps[..., None].to(torch.float32) + stored.minima[..., None].to(torch.float32)
+    rows = codes * stored.steps[..., None].to(torch.float32) + stored.minima[..., None].to(torch.float32)
+    return rows * stored.gain

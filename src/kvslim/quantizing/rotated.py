@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvslim.quantizing.codebook import LevelKind, gaussian_levels, midpoints
+from kvslim.quantizing.gain import power_of_two_gain
 from kvslim.quantizing.packing import pack, packed_bytes, unpack
 from kvslim.quantizing.rotation import rotation
 
@@ -30,6 +31,7 @@ class RotatedCodes:
         size: coordinates per row before packing.
         kind: which codebook.
         seed: seed of the rotation.
+        gain: a power of two that was taken off all rows, so that their scales fit float16.
     """
 
     codes: Tensor
@@ -38,6 +40,7 @@ class RotatedCodes:
     size: int
     kind: LevelKind
     seed: int
+    gain: float = 1.0
 
 
 def row_bytes(size: int, bits: int) -> int:
@@ -46,8 +49,9 @@ def row_bytes(size: int, bits: int) -> int:
 
 
 def encode(x: Tensor, bits: int, *, kind: LevelKind = "lloyd_max", seed: int = 0) -> RotatedCodes:
-    """Encode ``x`` of shape ``(..., size)``, float32 and finite, with magnitudes that fit float16."""
-    rows = x @ rotation(x.shape[-1], seed, x.device)
+    """Encode ``x`` of shape ``(..., size)``, float32 and finite."""
+    gain = power_of_two_gain(x)
+    rows = (x / gain) @ rotation(x.shape[-1], seed, x.device)
     levels = gaussian_levels(bits, kind).to(device=x.device, dtype=torch.float32)
     thresholds = midpoints(levels)
     scale = rows.square().mean(-1, keepdim=True).sqrt()
@@ -56,14 +60,14 @@ def encode(x: Tensor, bits: int, *, kind: LevelKind = "lloyd_max", seed: int = 0
         scale = _fit_scale(rows, levels[codes], scale)
     stored = scale.squeeze(-1).to(torch.float16)
     codes = _nearest(rows, stored[..., None].to(torch.float32), thresholds)
-    return RotatedCodes(pack(codes, bits), stored, bits, x.shape[-1], kind, seed)
+    return RotatedCodes(pack(codes, bits), stored, bits, x.shape[-1], kind, seed, gain)
 
 
 def decode(stored: RotatedCodes) -> Tensor:
     """Undo :func:`encode`: float32 ``(..., size)``."""
     levels = gaussian_levels(stored.bits, stored.kind).to(device=stored.codes.device, dtype=torch.float32)
     rows = levels[unpack(stored.codes, stored.bits, stored.size).int()]
-    rows = rows * stored.scales[..., None].to(torch.float32)
+    rows = rows * (stored.scales[..., None].to(torch.float32) * stored.gain)
     return rows @ rotation(stored.size, stored.seed, rows.device).T
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvslim.attending.compat import cache_keyword
 from kvslim.config import JsonConfig
 from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import MethodResult, compare, palu_variants
@@ -226,7 +227,7 @@ def _generate(model: PreTrainedModel, cache: Cache, ids: Tensor, new_tokens: int
     output = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{cache_keyword(model): cache},
         max_new_tokens=new_tokens,
         do_sample=False,
     )

@@ -81,10 +81,12 @@ def _stream(model: Any, tokenizer: Any, ids: Any, cache: Any, max_new_tokens: in
     import torch
     from transformers import TextStreamer
 
+    from kvslim.attending.compat import cache_keyword
+
     model.generate(
         input_ids=ids.to(model.device),
         attention_mask=torch.ones_like(ids).to(model.device),
-        past_key_values=cache,
+        **{cache_keyword(model): cache},
         max_new_tokens=max_new_tokens,
         do_sample=False,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),

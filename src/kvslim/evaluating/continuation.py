@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvslim.attending.compat import cache_keyword
 from kvslim.attending.families import attention_modules, attention_scaling_of, rope_of, sliding_window_of
 from kvslim.caching.block import storage_bytes
 from kvslim.caching.compressed import CompressedCache
@@ -119,7 +120,7 @@ def run_reference(model: PreTrainedModel, window: Tensor, config: ContinuationCo
 
 def prefill(model: PreTrainedModel, cache: Cache, ids: Tensor) -> None:
     """Run ``ids`` ``(1, T)`` into ``cache``; no logits are made but the last."""
-    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    model(input_ids=ids, logits_to_keep=1, **{cache_keyword(model): cache})
 
 
 def share_prefill(model: PreTrainedModel, source: Cache, target: Cache, ids: Tensor) -> None:
@@ -140,7 +141,8 @@ def score(model: PreTrainedModel, cache: Cache, ids: Tensor, config: Continuatio
     stop = config.tokens + config.score
     starts = range(config.tokens, stop, 1 if config.steps == "token" else config.score)
     size = 1 if config.steps == "token" else config.score
-    parts = [model(input_ids=ids[:, at : at + size], past_key_values=cache).logits[0].float() for at in starts]
+    keep = {cache_keyword(model): cache}
+    parts = [model(input_ids=ids[:, at : at + size], **keep).logits[0].float() for at in starts]
     return torch.cat(parts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -13,6 +14,12 @@ from kvslim.errors import ConfigError, KvslimError
 
 _ASIDE = ".kvslim-"
 """Prefix of what is not finished yet; short, so that every name a file system takes can be written."""
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file as 64 hexadecimal digits."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_atomically(path: Path, data: bytes) -> None:

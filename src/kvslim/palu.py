@@ -28,7 +28,7 @@ from kvslim.attending.families import (
 from kvslim.attending.latent_attention import LatentAttention, LowRankProjection
 from kvslim.attending.latent_model import LatentModelMixin, Snapshot, install, restore, snapshot
 from kvslim.caching.latent import LatentCache, LatentLayout, layout_of
-from kvslim.calibrating.fisher import FisherStats, calibrate_fisher
+from kvslim.calibrating.fisher import FISHER_LENGTH, FisherStats, calibrate_fisher
 from kvslim.calibrating.grams import GramStats, calibrate_grams
 from kvslim.calibrating.windows import check_windows, windows_from_texts
 from kvslim.checkpointing.latent_model import read_latent_model, write_latent_model
@@ -60,9 +60,6 @@ Progress = Callable[[str, int, int], None]
 
 _WINDOWS_AT_MOST = 256
 """Calibration windows taken from long texts unless a number is given (SVD-LLM's setting)."""
-
-_FISHER_LENGTH = 1024
-"""Tokens of each window that the Fisher pass uses (Palu, Sec. 4)."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +244,7 @@ def calibrate(
     if config.needs_grams:
         grams = calibrate_grams(model, windows, progress=_stage(progress, "gram matrices"))
     if config.needs_fisher:
-        fisher = calibrate_fisher(model, windows[:, :_FISHER_LENGTH], progress=_stage(progress, "fisher information"))
+        fisher = calibrate_fisher(model, windows[:, :FISHER_LENGTH], progress=_stage(progress, "fisher information"))
     return grams, fisher
 
 

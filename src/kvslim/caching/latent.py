@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from kvslim.caching.block import storage_bytes
 from kvslim.errors import CacheStateError
 from kvslim.types import KVShape
 
@@ -320,8 +321,7 @@ class LatentCache(Cache):  # type: ignore[misc,unused-ignore]
     def nbytes(self) -> int:
         """Bytes of the storages of all latents and positions, each storage counted once."""
         held: Iterable[Tensor | None] = [self.positions.ids, *(t for x in self.layers for t in (x.keys, x.values))]
-        storages = [tensor.untyped_storage() for tensor in held if tensor is not None]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+        return storage_bytes(tensor for tensor in held if tensor is not None)
 
     def report(self) -> LatentReport:
         """Measured bytes beside those of the same tokens uncompressed."""

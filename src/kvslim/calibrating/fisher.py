@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+FISHER_LENGTH = 1024
+"""Tokens of each calibration window that the Fisher pass uses (Palu, Sec. 4)."""
+
+
 @dataclass(frozen=True)
 class FisherStats:
     """Squared gradients of the loss, per KV head, so that they add up to any group of heads.

@@ -8,7 +8,6 @@ generation_config.json, tokenizer files
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +30,9 @@ from kvslim.attending.families import (
 from kvslim.attending.latent_attention import LatentAttention, LowRankProjection
 from kvslim.attending.latent_model import install
 from kvslim.caching.latent import layout_of
+from kvslim.config import is_count
 from kvslim.errors import CheckpointError, ModelSourceError, UnsupportedModelError
-from kvslim.files import new_directory
+from kvslim.files import new_directory, sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -76,7 +76,7 @@ def write_latent_model(
             "version": FORMAT_VERSION,
             "base_config": _of_the_model(json.loads(model.config.to_json_string(use_diff=False))),
             "ranks": [[list(a.k_latent.ranks), list(a.v_latent.ranks)] for a in _latent_modules(model)],
-            "weights_sha256": _sha256(aside / _WEIGHTS),
+            "weights_sha256": sha256(aside / _WEIGHTS),
             "about": about,
         }
         (aside / _ABOUT).write_text(json.dumps(description, indent=1) + "\n")
@@ -102,7 +102,7 @@ def read_latent_model(directory: Path) -> tuple[PreTrainedModel, dict[str, Any]]
     """
     description = _read_description(directory)
     weights = directory / _WEIGHTS
-    if not weights.is_file() or _sha256(weights) != description["weights_sha256"]:
+    if not weights.is_file() or sha256(weights) != description["weights_sha256"]:
         raise CheckpointError(f"{weights} is missing, truncated or was edited: its hash differs. Copy it again.")
     try:
         model = _skeleton(description)
@@ -135,7 +135,7 @@ def _read_description(directory: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. Copy the checkpoint again.") from error
     version: Any = description.get("version") if isinstance(description, dict) else None
-    if not _is_count(version):
+    if not is_count(version):
         raise CheckpointError(f"{path} is damaged: it has no format version. Copy the checkpoint again.")
     if version > FORMAT_VERSION:
         raise CheckpointError(
@@ -156,7 +156,7 @@ def _wrong_in(description: dict[str, Any]) -> str | None:
     config, ranks, about = (description[name] for name in ("base_config", "ranks", "about"))
     if not isinstance(about, dict) or not about:
         return "it does not say what was done"
-    if not isinstance(config, dict) or not all(_is_count(config.get(name)) for name in _COUNTS):
+    if not isinstance(config, dict) or not all(is_count(config.get(name)) for name in _COUNTS):
         return f"its configuration lacks the counts {', '.join(_COUNTS)}"
     if not isinstance(config.get("model_type"), str) or config["model_type"] not in FAMILIES:
         return f"its model type is {config.get('model_type')!r}"
@@ -174,11 +174,7 @@ def _is_rank_pair(pair: Any) -> bool:
     """Whether ``pair`` is ``[ranks of the key's groups, ranks of the value's]``."""
     if not isinstance(pair, list) or len(pair) != 2:
         return False
-    return all(isinstance(groups, list) and groups and all(map(_is_count, groups)) for groups in pair)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return all(isinstance(groups, list) and groups and all(map(is_count, groups)) for groups in pair)
 
 
 def _of_the_model(config: dict[str, Any]) -> dict[str, Any]:
@@ -248,8 +244,3 @@ def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def _latent_modules(model: PreTrainedModel) -> list[LatentAttention]:
     return [module for module in attention_modules(model) if isinstance(module, LatentAttention)]
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvslim.attending.families import attention_modules
 from kvslim.attending.latent_model import LatentModelMixin, install
 from kvslim.caching.latent import LatentCache, LatentLayout
-from kvslim.calibrating.fisher import calibrate_fisher
+from kvslim.calibrating.fisher import FISHER_LENGTH, calibrate_fisher
 from kvslim.calibrating.grams import calibrate_grams
 from kvslim.errors import CalibrationError, UnsupportedModelError
 from kvslim.evaluating.continuation import (
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, steps done, steps in all)."""
-
-_FISHER_LENGTH = 1024  # tokens of each calibration window that the Fisher pass uses (Palu, Sec. 4)
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def palu_variants(
     if calibration is not None and any(method.config.needs_grams for method in wanted):
         grams = calibrate_grams(model, calibration, progress=stage("calibrating Palu: Gram matrices"))
     if calibration is not None and any(method.config.needs_fisher for method in wanted):
-        fisher_windows = calibration[:, :_FISHER_LENGTH]
+        fisher_windows = calibration[:, :FISHER_LENGTH]
         fisher = calibrate_fisher(model, fisher_windows, progress=stage("calibrating Palu: Fisher information"))
     variants = {}
     for done, method in enumerate(wanted):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from kvslim.errors import ModelSourceError
+from kvslim.files import sha256
 from kvslim.models.progress import Steps
 
 logger = logging.getLogger("kvslim")
@@ -40,12 +40,6 @@ def user_cache_dir() -> Path:
         if value := os.environ.get(variable):
             return Path(value).expanduser().absolute()
     return Path.home() / ".cache"
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file as 64 hexadecimal digits."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def find_problem(directory: Path, recipe: str, *, verify: bool = False) -> str | None:

@@ -46,9 +46,10 @@ class CompressedLayer(CacheLayerMixin):
         values[:, :, self.prefix.columns :] = self.values
         return keys, values
 
-    def clear_tail(self) -> None:
-        self.keys = self.keys[:, :, :0].clone()
-        self.values = self.values[:, :, :0].clone()
+    def clear_tail(self, tokens: int | None = None) -> None:
+        """Drop the oldest ``tokens`` tokens of the tail, all by default."""
+        start = self.keys.shape[-2] if tokens is None else tokens
+        self.keys, self.values = self.keys[:, :, start:].clone(), self.values[:, :, start:].clone()
 
     def get_seq_length(self) -> int:
         tail = self.keys.shape[-2] if self.is_initialized else 0

@@ -8,6 +8,7 @@ from typing import Self
 
 from torch import Tensor
 
+from kvslim.caching.block import map_tensors
 from kvslim.quantizing import integer, rotated
 from kvslim.quantizing.integer import IntegerCodes
 from kvslim.quantizing.rotated import RotatedCodes
@@ -23,17 +24,13 @@ class IntegerBlock:
     def tokens(self) -> int:
         return int(self.stored.codes.shape[1])
 
-    def decode(self, layer: int) -> Tensor:
-        return integer.decode(self.stored)
+    exact = False
+
+    def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
+        return integer.decode(map_tensors(self.stored, lambda x: x[:, start:stop]))
 
     def crop(self, tokens: int) -> Self:
-        part = dataclasses.replace(
-            self.stored,
-            codes=self.stored.codes[:, :tokens].clone(),
-            steps=self.stored.steps[:, :tokens].clone(),
-            minima=self.stored.minima[:, :tokens].clone(),
-        )
-        return dataclasses.replace(self, stored=part)
+        return dataclasses.replace(self, stored=map_tensors(self.stored, lambda x: x[:, :tokens].clone()))
 
 
 @dataclass(frozen=True)
@@ -46,13 +43,10 @@ class RotatedBlock:
     def tokens(self) -> int:
         return int(self.stored.codes.shape[1])
 
-    def decode(self, layer: int) -> Tensor:
-        return rotated.decode(self.stored)
+    exact = False
+
+    def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
+        return rotated.decode(map_tensors(self.stored, lambda x: x[:, start:stop]))
 
     def crop(self, tokens: int) -> Self:
-        part = dataclasses.replace(
-            self.stored,
-            codes=self.stored.codes[:, :tokens].clone(),
-            scales=self.stored.scales[:, :tokens].clone(),
-        )
-        return dataclasses.replace(self, stored=part)
+        return dataclasses.replace(self, stored=map_tensors(self.stored, lambda x: x[:, :tokens].clone()))

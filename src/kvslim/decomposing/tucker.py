@@ -55,10 +55,14 @@ class TuckerFactors:
     core: Tensor
     token: Tensor
     feature: Tensor | None
+    slab: Tensor | None = None
 
     def reconstruct(self, head: slice = slice(None)) -> Tensor:
         """``X̃`` for the selected slabs of ``m``: ``(m', T, d)`` float32."""
-        core = self.core[head].to(torch.float32)
+        if self.slab is None:
+            core = self.core[head].to(torch.float32)
+        else:
+            core = torch.einsum("mk,krd->mrd", self.slab[head].to(torch.float32), self.core.to(torch.float32))
         if self.feature is not None:
             core = core @ self.feature.to(torch.float32).T
         return self.token.to(torch.float32) @ core
@@ -100,7 +104,9 @@ def st_hosvd(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | Non
     unfolded = wide.permute(1, 0, 2).reshape(tokens, -1)
     token_rank = min(token_rank, unfolded.shape[1])
     token = _token_basis(unfolded, token_rank, vectors)
-    core = (token.T @ unfolded).unflatten(1, (slabs, -1)).permute(1, 0, 2)
+    core = torch.linalg.qr(unfolded.T @ token).Q.T
+    token = unfolded @ core.T
+    core = core.unflatten(1, (slabs, -1)).permute(1, 0, 2)
     return TuckerFactors(
         core.to(torch.float32).contiguous(),
         token.to(torch.float32),
@@ -124,3 +130,12 @@ def _token_basis(unfolded: Tensor, rank: int, vectors: Tensor | None) -> Tensor:
 def _eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(gram)
     return values.flip(0).clamp_min(0), vectors.flip(1)
+
+
+truncate = st_hosvd
+
+
+def leading_slabs(x: Tensor, count: int) -> Tensor:
+    """The leading ``count`` left singular vectors of the slab mode of ``x`` ``(m, T, d)``: ``(m, count)`` float32."""
+    flat = x.flatten(1).to(torch.float64)
+    return _eigh_descending(flat @ flat.T)[1][:, :count].to(torch.float32)

@@ -311,7 +311,7 @@ class JoltCache(CompressedCache):
         prefix = self.prefix
         rows = {id(row): row for row in prefix.rows}.values() if prefix is not None else ()
         tokens = sum(row.length for row in rows)
-        return max(1.0, self.shape.dense_bytes(tokens) / (self.config.budget_bytes or 1))
+        return self.shape.dense_bytes(tokens) / (self.config.budget_bytes or 1)
 
     def _offer_sealed(self, cell: Cell) -> _Offer:
         x = take_off(gather(self.compressible, cell), cell, self.rope)

@@ -27,6 +27,11 @@ class Block(Protocol):
         """Whether this is a copy of what the model made, rotated keys included."""
         ...
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages that belong to this block and to no earlier one."""
+        ...
+
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Rebuild tokens ``start`` to ``stop`` of layer ``layer`` of the group: ``(kv_heads, tokens, head_dim)``.
 
@@ -56,6 +61,10 @@ class ExactBlock:
     @property
     def tokens(self) -> int:
         return int(self.kept.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes([self.kept])
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         """A view of the copy."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvslim.caching.block import Block, iter_tensors, storage_bytes
+from kvslim.caching.block import Block
 from kvslim.caching.layer import CompressedLayer
 from kvslim.caching.prefix import CodedStretch, PlacedBlock
 from kvslim.caching.report import CellReport
@@ -84,7 +84,7 @@ def measure(cell: Cell, x: Tensor, block: Block, words: str, model_layers: Seque
         layers=tuple(model_layers[slot] for slot in cell.layers),
         kind=KINDS[cell.kind],
         plan=words,
-        nbytes=storage_bytes(iter_tensors(block)),
+        nbytes=block.nbytes,
         error=(lost / energy) ** 0.5 if energy else 0.0,
         energy=energy,
         start=cell.span.place,

@@ -8,7 +8,7 @@ from typing import Self
 
 from torch import Tensor
 
-from kvslim.caching.block import map_tensors
+from kvslim.caching.block import iter_tensors, map_tensors, storage_bytes
 from kvslim.quantizing import integer, rotated
 from kvslim.quantizing.integer import IntegerCodes
 from kvslim.quantizing.rotated import RotatedCodes
@@ -25,6 +25,10 @@ class IntegerBlock:
         return int(self.stored.codes.shape[1])
 
     exact = False
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes(iter_tensors(self.stored))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         return integer.decode(map_tensors(self.stored, lambda x: x[:, start:stop]))
@@ -44,6 +48,10 @@ class RotatedBlock:
         return int(self.stored.codes.shape[1])
 
     exact = False
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes(iter_tensors(self.stored))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         return rotated.decode(map_tensors(self.stored, lambda x: x[:, start:stop]))

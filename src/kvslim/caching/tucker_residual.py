@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvslim.caching.block import map_tensors
+from kvslim.caching.block import iter_tensors, map_tensors, storage_bytes
 from kvslim.decomposing.tucker import Hosvd, TuckerFactors, truncate
 from kvslim.quantizing import rotated
 from kvslim.quantizing.codebook import LevelKind
@@ -93,6 +93,12 @@ class TuckerResidual:
     @property
     def tokens(self) -> int:
         return self.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its storages; an inherited basis belongs to another block."""
+        own = self.factors.token if self.inherited and self.factors is not None else self.factors
+        return storage_bytes(iter_tensors((own, self.residual)))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Rebuild tokens of one layer of the group: ``(kv_heads, tokens, d)`` float32."""

@@ -10,14 +10,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvslim.decomposing.tucker import Hosvd, TuckerFactors, st_hosvd
+from kvslim.decomposing.tucker import Hosvd, TuckerFactors, truncate
 from kvslim.quantizing import rotated
 from kvslim.quantizing.codebook import LevelKind
 from kvslim.quantizing.rotated import RotatedCodes
 
 _FACTOR_BYTES = 2
-# The largest core entry is at most 2**_HEADROOM after scaling by the gain. That leaves both the core and the smallest
-# residual scales of a cell with 2**29 entries inside the normal range of float16.
+# The largest token coefficient is at most 2**_HEADROOM after scaling by the gain. That leaves both these and the
+# smallest residual scales of a cell with 2**29 entries inside the normal range of float16.
 _HEADROOM = 12
 
 
@@ -100,10 +100,10 @@ def encode_cell(
     factors: TuckerFactors | None = None
     rest = x / gain
     if plan.token_rank:
-        exact = st_hosvd(x, plan.token_rank, plan.feature_rank, spectra)
+        exact = truncate(x, plan.token_rank, plan.feature_rank, spectra)
         factors = TuckerFactors(
-            (exact.core / gain).to(torch.float16),
-            exact.token.to(torch.float16),
+            exact.core.to(torch.float16),
+            (exact.token / gain).to(torch.float16),
             None if exact.feature is None else exact.feature.to(torch.float16),
         )
         rest = rest.sub_(factors.reconstruct())

@@ -107,12 +107,10 @@ def test_error_stays_bounded_over_sixteen_thousand_appended_tokens(make_tiny: Ma
     source.feed(512)
     cache.compress()
     first = [x.clone() for x in cache.compressible[0].dense()]
-    parts = []
     for _ in range(63):
         source.feed(256)
     assert cache.get_seq_length() == 512 + 63 * 256
-    for start in range(512, 512 + 15 * 1024, 3 * 1024):
-        parts.append(max(source.errors(start, start + 1024)))
+    parts = [max(source.errors(start, start + 1024)) for start in range(512, 512 + 15 * 1024, 3 * 1024)]
     assert max(parts) < 1.1 * min(parts)
     for now, then in zip(cache.compressible[0].dense(), first, strict=True):
         assert torch.equal(now[:, :, :512], then)

@@ -39,7 +39,9 @@ from kvslim.caching.tucker_residual import (
     encode_on,
     projected_tail,
 )
-from kvslim.decomposing.tucker import Hosvd, hosvd, leading_slabs
+from kvslim.decomposing.flash import flash_cap, spectra_of_many
+from kvslim.decomposing.hosvd import Hosvd, hosvd
+from kvslim.decomposing.tucker import leading_slabs
 from kvslim.errors import BudgetError, ConfigError
 from kvslim.jolt_config import OUR_BITS, PAPER_BITS, JoltConfig, Price
 
@@ -49,7 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["OUR_BITS", "PAPER_BITS", "JoltCache", "JoltConfig", "Price"]
 
 _SHORT = 256  # tokens below which a prompt that cannot meet its ratio stays exact rather than being refused
-_KEEP_VECTORS_BELOW = 1024  # slabs × features up to which a cell's singular vectors wait for the second pass
+_KEEP_VECTORS_BELOW = 1024  # slabs × features up to which exact singular vectors wait for the second pass
+_ALL_BELOW = 256  # slabs × features up to which all directions are looked for
 _STEERED = 0.75  # share of the layer groups that follow the price when they arrive one by one; the rest repair
 _LEEWAY = 1.3  # a group that arrives may take so many times its expected share
 
@@ -192,8 +195,7 @@ class JoltCache(CompressedCache):
 
     def _plan(self, cells: list[Cell]) -> dict[Cell, Any]:
         """Two passes, the first over everything: spectra of every cell, then one allocation per row."""
-        offers = [self._offer(cell) for cell in cells]
-        rows = _by_row(offers)
+        rows = _by_row(self._offers(cells))
         all_tokens = sum(row[0].cell.span.row_tokens for row in rows)
         planned: dict[Cell, Any] = {}
         for row in rows:
@@ -203,26 +205,57 @@ class JoltCache(CompressedCache):
             self.price = self._price_of(row, result, budget)
         return planned
 
-    def _offer(self, cell: Cell) -> _Offer:
-        """The spectra of a cell of the prefill, and its choices."""
-        x = take_off(gather(self.compressible, cell), cell, self.rope)
-        shape, slab, spectra = self._shape_of(x), None, None
-        if self.config.backbone:
-            kept = x
-            if shape.core_slabs < shape.slabs:
-                slab = leading_slabs(x, shape.core_slabs)
-                kept = torch.einsum("mtd,mk->ktd", x, slab)
-            spectra = hosvd(kept)
-            if slab is not None:
-                spectra = dataclasses.replace(spectra, energy=float(x.double().square().sum()))
-        choices = own_choices(spectra, shape, self.config.bits, self.config.levels).weighted(self._weight(cell))
-        if spectra is not None and kept.shape[0] * kept.shape[2] > _KEEP_VECTORS_BELOW:
-            spectra = dataclasses.replace(spectra, token_vectors=None)
-        return _Offer(cell, choices, spectra, slab)
+    def _offers(self, cells: Sequence[Cell]) -> list[_Offer]:
+        """The spectra of cells of the prefill, and their choices. Cells of one shape are decomposed together."""
+        by_shape: dict[tuple[int, int], list[Cell]] = {}
+        for cell in cells:
+            by_shape.setdefault((len(cell.layers), cell.span.tokens), []).append(cell)
+        offers = {offer.cell: offer for alike in by_shape.values() for offer in self._offers_alike(alike)}
+        return [offers[cell] for cell in cells]
 
-    def _shape_of(self, x: Tensor) -> CellShape:
-        core_slabs = max(1, int(x.shape[0] * self.config.slab_share))
-        return CellShape(x.shape[0], x.shape[1], x.shape[2], core_slabs, self._item_bytes)
+    def _offers_alike(self, cells: Sequence[Cell]) -> list[_Offer]:
+        span, config = cells[0].span, self.config
+        slabs = len(cells[0].layers) * self.shape.kv_heads
+        shape = self._shape_of(slabs, span.tokens)
+        found: list[tuple[Hosvd | None, Tensor | None]] = [(None, None)] * len(cells)
+        if shape.core_slabs < slabs:
+            found = [self._slab_spectra(self._input(cell), shape.core_slabs) for cell in cells]
+        elif config.backbone:
+            cap = self._cap(slabs, span.tokens)
+            inputs = (self._input(cell) for cell in cells)
+            found = [(one, None) for one in spectra_of_many(inputs, config.spectra, cap=cap, seed=config.seed)]
+        offers = []
+        for cell, (spectra, slab) in zip(cells, found, strict=True):
+            choices = own_choices(spectra, shape, config.bits, config.levels).weighted(self._weight(cell))
+            large = config.spectra == "exact" and slabs * self.shape.head_dim > _KEEP_VECTORS_BELOW
+            kept = spectra.without_vectors() if spectra is not None and large else spectra
+            offers.append(_Offer(cell, choices, kept, slab))
+        return offers
+
+    def _input(self, cell: Cell) -> Tensor:
+        """A cell as its spectra are taken; on a GPU in the model's own precision, which the Flash routes multiply."""
+        raw = gather(self.compressible, cell)
+        if cell.kind == 1 or self.rope is None:
+            return raw
+        x = take_off(raw, cell, self.rope)
+        return x.to(raw.dtype) if raw.is_cuda and self.config.spectra != "exact" else x
+
+    def _cap(self, slabs: int, tokens: int) -> int | None:
+        """Token directions to look for: all where that is cheap, or as many as FlashJoLT does."""
+        if self.config.spectra == "exact" or slabs * self.shape.head_dim <= _ALL_BELOW:
+            return min(tokens, slabs * self.shape.head_dim)
+        return flash_cap(tokens, self.config.ratio or 4.0)
+
+    def _slab_spectra(self, x: Tensor, count: int) -> tuple[Hosvd, Tensor]:
+        """Exact spectra after the mode of heads and layers is truncated to ``count``, and that mode's basis."""
+        x = x.to(torch.float32)
+        slab = leading_slabs(x, count)
+        spectra = hosvd(torch.einsum("mtd,mk->ktd", x, slab))
+        return dataclasses.replace(spectra, energy=float(x.double().square().sum())), slab
+
+    def _shape_of(self, slabs: int, tokens: int) -> CellShape:
+        core_slabs = max(1, int(slabs * self.config.slab_share))
+        return CellShape(slabs, tokens, self.shape.head_dim, core_slabs, self._item_bytes)
 
     def _weight(self, cell: Cell) -> float:
         if self.config.weights is None:
@@ -264,7 +297,7 @@ class JoltCache(CompressedCache):
         """One layer group: at the known price at first, then so that the row's budget comes out."""
         assert self._arrives_at is not None  # or nothing would arrive
         shares = self._arrives_at.shares
-        rows = _by_row([self._offer(cell) for cell in cells])
+        rows = _by_row(self._offers(cells))
         all_tokens = sum(row[0].cell.span.row_tokens for row in rows)
         planned: dict[Cell, Any] = {}
         for row in rows:
@@ -315,7 +348,7 @@ class JoltCache(CompressedCache):
 
     def _offer_sealed(self, cell: Cell) -> _Offer:
         x = take_off(gather(self.compressible, cell), cell, self.rope)
-        shape = dataclasses.replace(self._shape_of(x), core_slabs=x.shape[0])
+        shape = dataclasses.replace(self._shape_of(x.shape[0], x.shape[1]), core_slabs=x.shape[0])
         bits, levels = self.config.bits, self.config.levels
         basis = self._basis_for(cell)
         spectra: Hosvd | None = None
@@ -325,7 +358,8 @@ class JoltCache(CompressedCache):
             inherited = inherited_choices(tail, basis.factors.core.shape[2], shape, bits, levels)
             drifted = float(tail[-1]) > self.config.drift * basis.missed
         if self.config.backbone and (inherited is None or drifted):
-            spectra = hosvd(x)
+            cap = self._cap(x.shape[0], x.shape[1])
+            spectra = spectra_of_many([x], self.config.spectra, cap=cap, seed=self.config.seed)[0]
         choices = own_choices(spectra, shape, bits, levels)
         choices = (choices if inherited is None else choices + inherited).weighted(self._weight(cell))
         return _Offer(cell, choices, spectra, None, basis)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvslim.allocating.strategies import STRATEGIES, Strategy
 from kvslim.caching.tucker_residual import COPY_BITS
 from kvslim.config import JsonConfig, is_count, is_flag, is_list, is_number
+from kvslim.decomposing.hosvd import ROUTES, SpectrumRoute
 from kvslim.errors import ConfigError
 from kvslim.quantizing.codebook import LEVEL_KINDS, LevelKind
 
@@ -32,6 +33,8 @@ class JoltConfig(JsonConfig):
         seal: tokens after the prefill that are compressed together under the same ratio; None keeps them exact.
         drift: a sealed cell may get a basis of its own once the energy outside the old basis exceeds this many times
             what the old basis missed of its own tokens.
+        spectra: how a cell's spectra are found: ``gram`` (FlashJoLT by Gram matrices and subspace steps),
+            ``randomized`` (FlashJoLT as the paper has it) or ``exact``.
         weights: importance of each cell's relative squared error, keys and values of layer group 0, then of group 1 …;
             None weighs all alike.
         allocation: ``joint`` (the Lagrangian), or to compare with ``uniform`` (equal bytes per cell) or ``greedy``.
@@ -51,6 +54,7 @@ class JoltConfig(JsonConfig):
     seed: int = 0
     seal: int | None = 256
     drift: float = 2.0
+    spectra: SpectrumRoute = "exact"
     weights: tuple[float, ...] | None = None
     allocation: Strategy = "joint"
     split: float | None = None
@@ -91,6 +95,8 @@ class JoltConfig(JsonConfig):
             object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
 
     def _check_comparison(self) -> None:
+        if self.spectra not in ROUTES:
+            raise ConfigError(f"spectra is one of {', '.join(ROUTES)}, not {self.spectra!r}.")
         if self.allocation not in STRATEGIES:
             raise ConfigError(f"allocation is one of {', '.join(STRATEGIES)}, not {self.allocation!r}.")
         if self.split is not None and not (is_number(self.split) and 0 < self.split < 1):

@@ -15,13 +15,29 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvslim.errors import ConfigError
 from kvslim.quantizing.codebook import LevelKind, gaussian_levels, midpoints
 from kvslim.quantizing.packing import packed_bytes, planes
 from kvslim.quantizing.rotation import rotation
 
 LARGEST_SIZE = 256
-"""Features per row that the kernels take: the sign matrix has to fit shared memory."""
+"""Most features per row that the kernels take."""
+
+ROWS = 64
+"""Rows that a program holds at once."""
+
+
+def padded_size(size: int) -> int:
+    """The power of two that rows are padded to; tensor cores multiply blocks of 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def rows_fit(size: int, device: torch.device) -> bool:
+    """Whether the kernels take rows of ``size`` features: sign matrix and a tile of rows have to fit shared memory."""
+    if size > LARGEST_SIZE or device.type != "cuda":
+        return size <= LARGEST_SIZE
+    properties = torch.cuda.get_device_properties(device)
+    available = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return padded_size(size) * (2 * padded_size(size) + 4 * ROWS) <= available  # two float16 copies of the rows
 
 
 @dataclass(frozen=True)
@@ -45,14 +61,8 @@ class SignMatrix:
 
 @lru_cache(maxsize=128)
 def sign_matrix(size: int, seed: int, device: torch.device, transposed: bool = False) -> SignMatrix:
-    """The seeded rotation of ``size`` features for a kernel; ``transposed`` gives the signs of its inverse.
-
-    Raises:
-        ConfigError: ``size`` is outside 1…256.
-    """
-    if not 1 <= size <= LARGEST_SIZE:
-        raise ConfigError(f"The codec kernels take 1 to {LARGEST_SIZE} features, not {size}; set KVSLIM_REFERENCE=1.")
-    padded = max(16, 1 << (size - 1).bit_length())  # tensor cores multiply blocks of 16
+    """The seeded rotation of ``size`` features for a kernel; ``transposed`` gives the signs of its inverse."""
+    padded = padded_size(size)
     matrix = rotation(size, seed)
     signs, norms = torch.zeros(padded, padded), torch.zeros(padded)
     signs[:size, :size], norms[:size] = matrix.sign(), matrix.abs().amax(0)

@@ -9,7 +9,7 @@ from kvslim.errors import ConfigError
 from kvslim.kernels.checks import FLOATS, check_gain, check_like
 from kvslim.kernels.dispatch import runs_triton
 from kvslim.kernels.residual_decode import reference
-from kvslim.kernels.tables import LARGEST_SIZE
+from kvslim.kernels.tables import rows_fit
 from kvslim.quantizing.codebook import LevelKind
 from kvslim.quantizing.packing import packed_bytes
 
@@ -27,8 +27,8 @@ def residual_decode(
 ) -> Tensor:
     """Undo :func:`~kvslim.kernels.residual_encode.residual_encode`: ``gain * (backbone + decoded rows)``.
 
-    The arithmetic is float32; the Triton kernel rotates to within 1e-6 of a row's norm. More than 256 features per
-    row are always left to the reference.
+    The arithmetic is float32; the Triton kernel rotates to within 1e-6 of a row's norm. Rows that do
+    not fit a GPU's shared memory (more than 256 features, on small GPUs more than 128) are left to the reference.
 
     Args:
         codes: uint8 ``(slabs, T, packed_bytes(size, bits))``.
@@ -55,7 +55,7 @@ def residual_decode(
         raise ConfigError(f"out_dtype must be float32, bfloat16 or float16, not {out_dtype}.")
     if backbone is not None:
         check_like(backbone, torch.float32, (*scales.shape, size), codes.device, "The backbone")
-    if runs_triton(codes) and size <= LARGEST_SIZE:
+    if runs_triton(codes) and rows_fit(size, codes.device):
         from kvslim.kernels.residual_decode import triton
 
         return triton.residual_decode(codes, scales, bits, size, kind, seed, gain, out_dtype, backbone)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvslim.kernels.launching import launch_on, programs
-from kvslim.kernels.tables import levels_on, plane_layout, sign_matrix
+from kvslim.kernels.launching import LaunchShape, launch_on
+from kvslim.kernels.tables import ROWS, levels_on, plane_layout, sign_matrix
 from kvslim.quantizing.codebook import LevelKind
 
 
@@ -26,19 +26,19 @@ def residual_decode(
     """See :func:`kvslim.kernels.residual_decode.residual_decode`."""
     slabs, tokens = scales.shape
     signs = sign_matrix(size, seed, codes.device, transposed=True)
-    rows, warps, stages = launch_shape(signs.padded)
+    shape = launch_shape(signs.padded)
     codes = codes if codes.stride(2) == 1 else codes.contiguous()
     if backbone is not None and out_dtype == torch.float32:
         out = backbone
     else:
         out = torch.empty(slabs, tokens, size, dtype=out_dtype, device=codes.device)
     added = out if backbone is None else backbone
-    tiles_per_slab = triton.cdiv(tokens, rows)
+    tiles_per_slab = triton.cdiv(tokens, shape.rows)
     tiles = slabs * tiles_per_slab
     if tiles == 0:
         return out
     with launch_on(codes.device):
-        _decode[(min(tiles, programs(codes.device, warps)),)](
+        _decode[(shape.programs(codes.device, tiles),)](
             codes, scales, levels_on(bits, kind, codes.device), signs.signs, signs.norms, added, out,
             gain, signs.norm, tokens, tiles_per_slab, tiles,
             codes.stride(0), codes.stride(1), scales.stride(0), scales.stride(1),
@@ -46,18 +46,22 @@ def residual_decode(
             HAS_BACKBONE=backbone is not None,
             SIZE=size,
             PADDED=signs.padded,
-            ROWS=rows,
+            ROWS=shape.rows,
             LEVELS=1 << bits,
             PLANES=plane_layout(size, bits),
-            STAGES=stages,
-            num_warps=warps,
+            STAGES=shape.stages,
+            num_warps=shape.warps,
         )  # fmt: skip
     return out
 
 
-def launch_shape(padded: int) -> tuple[int, int, int]:
-    """Rows per tile, warps per program and pipeline stages for rows of ``padded`` features."""
-    return {256: (64, 8, 1)}.get(padded, (64, 4, 1))
+def launch_shape(padded: int) -> LaunchShape:
+    """The launch for rows of ``padded`` features."""
+    if padded == 256:
+        return LaunchShape(rows=ROWS, warps=8, stages=1, per_multiprocessor=1)
+    if padded == 128:
+        return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=3)
+    return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=4)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles_per_slab", "tiles"])

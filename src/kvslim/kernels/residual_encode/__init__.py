@@ -8,7 +8,7 @@ from torch import Tensor
 from kvslim.kernels.checks import check_gain, check_like, check_slabs
 from kvslim.kernels.dispatch import runs_triton
 from kvslim.kernels.residual_encode import reference
-from kvslim.kernels.tables import LARGEST_SIZE
+from kvslim.kernels.tables import rows_fit
 from kvslim.quantizing.codebook import LevelKind
 
 
@@ -20,8 +20,8 @@ def residual_encode(
     The scale is fitted by least squares to the chosen levels, in two rounds, and rounded to float16; the codes are the
     levels nearest under the rounded scale: what :func:`kvslim.quantizing.rotated.encode` stores, in units of
     ``gain``. The Triton kernel rotates to within 1e-6 of a row's norm, so its codes differ from the reference's only
-    at ties, and its scales where the rounding to float16 ties. More than 256 features per row are always left to the
-    reference.
+    at ties, and its scales where the rounding to float16 ties. Rows that do not fit a GPU's shared memory
+    (more than 256 features, on small GPUs more than 128) are left to the reference.
 
     Args:
         x: ``(slabs, T, d)`` float32, bfloat16 or float16, finite.
@@ -42,7 +42,7 @@ def residual_encode(
     check_gain(gain)
     if backbone is not None:
         check_like(backbone, torch.float32, tuple(x.shape), x.device, "The backbone")
-    if runs_triton(x) and x.shape[2] <= LARGEST_SIZE:
+    if runs_triton(x) and rows_fit(x.shape[2], x.device):
         from kvslim.kernels.residual_encode import triton
 
         return triton.residual_encode(x, backbone, gain, bits, kind, seed)

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvslim.kernels.launching import launch_on, programs
-from kvslim.kernels.tables import cells, half_codebook, plane_layout, sign_matrix
+from kvslim.kernels.launching import LaunchShape, launch_on
+from kvslim.kernels.tables import ROWS, cells, half_codebook, plane_layout, sign_matrix
 from kvslim.quantizing.codebook import LevelKind
 from kvslim.quantizing.packing import packed_bytes
 
@@ -24,26 +24,26 @@ def residual_encode(
     """See :func:`kvslim.kernels.residual_encode.residual_encode`."""
     slabs, tokens, size = x.shape
     signs = sign_matrix(size, seed, x.device)
-    rows, warps, stages = launch_shape(signs.padded)
+    shape = launch_shape(signs.padded, bits)
     codes = torch.empty(slabs, tokens, packed_bytes(size, bits), dtype=torch.uint8, device=x.device)
     scales = torch.empty(slabs, tokens, dtype=torch.float16, device=x.device)
     x = x if x.stride(2) == 1 else x.contiguous()
     taken_off = x if backbone is None else backbone if backbone.stride(2) == 1 else backbone.contiguous()
     half = half_codebook(bits, kind)
     lookup = cells(bits, kind, x.device) if bits > COMPARED_BITS else None
-    tiles_per_slab = triton.cdiv(tokens, rows)
+    tiles_per_slab = triton.cdiv(tokens, shape.rows)
     tiles = slabs * tiles_per_slab
     if tiles == 0:
         return codes, scales
     with launch_on(x.device):
-        _encode[(min(tiles, programs(x.device, warps)),)](
+        _encode[(shape.programs(x.device, tiles),)](
             x, taken_off, signs.signs, signs.norms, signs.signs if lookup is None else lookup.table, codes, scales,
             1.0 / gain, signs.norm, tokens, tiles_per_slab, tiles,
             x.stride(0), x.stride(1), taken_off.stride(0), taken_off.stride(1),
             HAS_BACKBONE=backbone is not None,
             SIZE=size,
             PADDED=signs.padded,
-            ROWS=rows,
+            ROWS=shape.rows,
             BITS=bits,
             ROW_BYTES=codes.shape[2],
             PLANES=plane_layout(size, bits),
@@ -51,15 +51,19 @@ def residual_encode(
             THRESHOLDS=half.thresholds if lookup is None else (),
             CELLS=0 if lookup is None else lookup.count,
             CELLS_PER_UNIT=0 if lookup is None else lookup.per_unit,
-            STAGES=stages,
-            num_warps=warps,
+            STAGES=shape.stages,
+            num_warps=shape.warps,
         )  # fmt: skip
     return codes, scales
 
 
-def launch_shape(padded: int) -> tuple[int, int, int]:
-    """Rows per tile, warps per program and pipeline stages for rows of ``padded`` features."""
-    return {256: (64, 8, 1)}.get(padded, (64, 4, 1))
+def launch_shape(padded: int, bits: int) -> LaunchShape:
+    """The launch for rows of ``padded`` features."""
+    if padded == 256:
+        return LaunchShape(rows=ROWS, warps=8, stages=1, per_multiprocessor=1)
+    if padded == 128:
+        return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=2 if bits > COMPARED_BITS else 3)
+    return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=4)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles_per_slab", "tiles"])
@@ -123,7 +127,7 @@ def _rotate(rows, matrix):
 @triton.jit
 def _cell_of(ratio, CELLS: tl.constexpr, CELLS_PER_UNIT: tl.constexpr):
     """Round to the nearest integer by adding 2**23: its low bits are then the integer."""
-    shifted = tl.minimum(ratio * CELLS_PER_UNIT, CELLS - 1.0) + 8388608.0
+    shifted = tl.minimum(ratio, (CELLS - 1.0) / CELLS_PER_UNIT) * CELLS_PER_UNIT + 8388608.0
     return shifted.to(tl.int32, bitcast=True) - 0x4B000000
 
 

@@ -2,11 +2,11 @@
 
     python benchmarks/codec_bench.py --device cuda --out benchmarks/results
 
-One cell of JoLT is encoded (bf16 keys or values minus a float32 backbone) at 2, 4 and 8 bits and decoded (to bf16, and in
-place onto a float32 backbone), and keys are un-rotated. Each operation is first checked against its reference. A time is
-the median over replays of a CUDA graph of one call, over several sets of buffers in turn, so that no set stays in the
-cache; the reference is timed eagerly. GB/s counts every input read once and every output written once; ``copy`` is a
-device-to-device copy in the same run.
+One cell of JoLT is encoded (bf16 keys or values minus a float32 backbone) at 2, 4 and 8 bits and decoded (to bf16,
+and in place onto a float32 backbone), and keys are un-rotated. Each operation is first checked against its reference. A
+time is the median over replays of a CUDA graph of one call, over several sets of buffers in turn, so that no set stays
+in the cache; the reference is timed eagerly. GB/s counts every input read once and every output written once; ``copy``
+is a device-to-device copy in the same run.
 
 ``--sweep`` also times the codec under other launch shapes, to choose the defaults by.
 """

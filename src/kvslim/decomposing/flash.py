@@ -11,19 +11,21 @@ tail is honest by every route (:meth:`Hosvd.tail`).
 
 Operations per cell of 32 heads × 128, T = 32k, cap 512 (576 columns are iterated), bf16 on a GPU, ``gram``, cold start:
 
+    energy             0.3 GB read
     unfold             0.5 GB moved, unless the cell is a view of (T, heads, d)
-    Gram               620 GFLOP bf16          8 products, 15 copies of blocks
-    float16 copy       0.1 GB moved
-    3 steps            58 GFLOP fp16, 16 fp32  3 products, 4 passes of Cholesky QR
-    2 more QR passes   11 GFLOP fp32
-    Ritz matrix        22 GFLOP fp32
-    16 Ritz rounds     18 GFLOP fp32           18 passes of Cholesky QR of order 576
-    feature basis      0.3 GFLOP fp64          18 passes of order 128
-    basis, core table  6 GFLOP fp32
+    Gram               620 GFLOP bf16               8 products, 15 copies of blocks
+    two float16 parts  0.3 GB moved
+    3 steps            116 GFLOP fp16, 16 fp64      6 products, 3 passes of Cholesky QR
+    orthonormal basis  11 GFLOP fp64                2 passes
+    Ritz matrix        58 GFLOP fp16, 3 fp32
+    8 Ritz steps       10 GFLOP fp64                6 passes of order 576
+    16 feature steps   0.2 GFLOP fp64               10 passes of order 128
+    basis, core table  3 GFLOP fp32
 
-About 680 GFLOP in half precision and 73 in float32: 0.9 + 1.5 ms at the rates of an H200. All but the first two lines
-is batched over the cells. A pass of Cholesky QR of order 576 is about 100 launches (9 blocks of 64, 8 joins), so a
-batch takes about 3000 launches whatever its size, and waits for the device once, at its end.
+That is 800 GFLOP in half precision, 37 in float64 and 6 in float32: 1.0, 0.6 and 0.1 ms at the rates of an H200. All
+but the first three lines is batched over the cells. A pass of Cholesky QR of order 576 takes about 170 launches (9
+blocks of 64, 8 joins, each of about 10), so a batch takes about 2500 whatever its size, some 12 ms; it waits for the
+device once, at its end.
 """
 
 from __future__ import annotations
@@ -42,8 +44,16 @@ from kvslim.errors import ConfigError, NonFiniteError
 
 _FULL_BELOW = 256  # order of a Gram matrix up to which all its eigenvectors cost less than subspace steps
 _FULL_FROM = 0.75  # share of all directions from which on a Gram matrix is decomposed in full, other matrices by QR
-_COLD_STEPS = {"gram": 3, "randomized": 2}
+_COLD_STEPS = {"gram": 3, "randomized": 1}
 _WARM_STEPS = {"gram": 2, "randomized": 1}
+# Directions iterated beyond the cap, as a share of it. A step on A itself is dear beside a wider basis.
+_OVERSAMPLING = {"gram": 1 / 8, "randomized": 1 / 4}
+_SKETCH_ROWS = 4  # rows per direction of the sketch in which the randomized route takes its first step
+
+
+# On a GPU, multiplications in place of an eigendecomposition: of the Ritz matrix, which the steps before have brought
+# near to diagonal form, and of the feature Gram matrix, which comes as it is.
+_RITZ_STEPS, _FEATURE_STEPS = 8, 16
 
 
 def flash_cap(tokens: int, ratio: float = 4.0) -> int:
@@ -88,8 +98,9 @@ def spectra_of_many(
         cap: token directions wanted. By default all (``exact``), or :func:`flash_cap` of the tokens.
         starts: a basis ``(m d, k)`` of any ``k`` for each cell, or None, to start the iteration from; the token
             vectors of a neighbouring layer or of an earlier prompt. ``exact`` has no use for it.
-        steps: multiplications by the Gram matrix (or by ``A`` and its transpose) before the last. By default 3 for
-            ``gram`` and 2 for ``randomized``, one less if all cells of the batch have a start.
+        steps: multiplications by the Gram matrix (or by ``A`` and its transpose) before the last. By default 1 for
+            ``randomized``; 3 for ``gram``, or 2 if all cells of a batch have a start, and one more if the cap is
+            above a fifth of all directions.
         seed: of the random start.
         workspace: bytes that a batch of ``gram`` may take, its temporaries included.
 
@@ -114,7 +125,6 @@ def spectra_of_many(
         batch.append(_measure(x, start))
         if (len(batch) + 1) * batch[0].nbytes > workspace:
             results += _from_grams(batch, _Settings(x, route, cap, steps, seed))
-            batch = []
     return results + (_from_grams(batch, _Settings(x, route, cap, steps, seed)) if batch else [])
 
 
@@ -131,24 +141,36 @@ def _checked(cells: Iterable[Tensor], starts: Sequence[Tensor | None] | None) ->
 
 
 class _Settings:
-    """What both Flash routes are told, for cells of one shape.
+    """What both Flash routes are told, for one batch of cells.
 
     Attributes:
         slabs, tokens, features: the shape.
         cap: directions that come out.
-        width: directions that are iterated: an eighth more.
+        width: directions that are iterated.
     """
 
     def __init__(self, x: Tensor, route: SpectrumRoute, cap: int | None, steps: int | None, seed: int) -> None:
         self.slabs, self.tokens, self.features = x.shape
         self.route, self.steps, self.seed = route, steps, seed
+        self._fill: Tensor | None = None
         most = min(self.tokens, self.slabs * self.features)
         self.cap = min(most, cap or flash_cap(self.tokens))
-        self.width = min(most, self.cap + max(8, self.cap // 8))
+        wanted = self.cap + max(8, int(_OVERSAMPLING[route] * self.cap))
+        self.width = min(most, -(-wanted // 8) * 8)  # tensor cores take multiples of 8
 
     def rounds(self, *, warm: bool) -> int:
-        default = _WARM_STEPS if warm else _COLD_STEPS
-        return default[self.route] if self.steps is None else self.steps
+        if self.steps is not None:
+            return self.steps
+        # Near half of all directions the spectrum falls little beyond the cap, and steps are cheap.
+        more = self.route == "gram" and 4 * self.width > min(self.tokens, self.slabs * self.features)
+        return (_WARM_STEPS if warm else _COLD_STEPS)[self.route] + more
+
+    def fill(self, basis: Tensor) -> Tensor:
+        """Random directions, drawn once, to complete a ``basis`` ``(B, n, q)`` of deficient rank."""
+        shape = (basis.shape[1], basis.shape[2])
+        if self._fill is None or self._fill.shape != shape:
+            self._fill = subspace.random_directions(*shape, self.seed, basis.device)
+        return self._fill
 
 
 # ---- route gram ------------------------------------------------------------------------------------------------------
@@ -165,9 +187,9 @@ class _Measured:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the batch: the Gram matrix, its half-precision copy and bases take about twice the matrix."""
+        """Bytes in the batch: with its half-precision parts, a Gram matrix takes up to three times its own."""
         kept = 0 if self.unfolded is None else self.unfolded.numel() * self.unfolded.element_size()
-        return 2 * self.gram.numel() * self.gram.element_size() + 2 * kept
+        return 3 * self.gram.numel() * self.gram.element_size() + 2 * kept
 
 
 def _measure(x: Tensor, start: Tensor | None) -> _Measured:
@@ -179,25 +201,27 @@ def _measure(x: Tensor, start: Tensor | None) -> _Measured:
 
 
 def _from_grams(batch: list[_Measured], settings: _Settings) -> list[Hosvd]:
-    """Spectra from Gram matrices, all cells at once."""
+    """Spectra from Gram matrices, all cells at once. Empties ``batch``, so that nothing is held twice."""
     grams = torch.stack([cell.gram for cell in batch])
     energies = torch.stack([cell.energy for cell in batch])
     starts = [cell.start for cell in batch]
+    kept = [cell.unfolded for cell in batch if cell.unfolded is not None]
+    batch.clear()
     slabs, features = settings.slabs, settings.features
-    if batch[0].unfolded is None:
+    if not kept:
         blocks = grams.unflatten(2, (slabs, features)).unflatten(1, (slabs, features))
         feature_grams = blocks.diagonal(dim1=1, dim2=3).sum(-1)
         vectors, values = _leading(grams, starts, settings)
     else:
-        cells = torch.stack([cell.unfolded for cell in batch if cell.unfolded is not None])
+        cells = torch.stack(kept)
         feature_grams = torch.stack([subspace.gram(a.reshape(-1, features)) for a in cells])
         starts = [None if v is None else subspace.product(a, v.float()) for a, v in zip(cells, starts, strict=True)]
         token_basis, _ = _leading(grams, starts, settings)
-        vectors, values = _right_vectors(cells, token_basis, settings.seed)
+        vectors, values = _right_vectors(cells, token_basis, settings)
     # Sums on tensor cores come out a little low, all alike: what is captured counts in relation to the matrix's trace.
     mass = grams.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
     scale = torch.where(mass > 0, energies / mass, 0.0)
-    return _assembled(vectors, values.double() * scale[:, None], energies, feature_grams, settings)
+    return _assembled(vectors, values * scale[:, None], energies, feature_grams, settings)
 
 
 def _leading(grams: Tensor, starts: list[Tensor | None], settings: _Settings) -> tuple[Tensor, Tensor]:
@@ -207,22 +231,18 @@ def _leading(grams: Tensor, starts: list[Tensor | None], settings: _Settings) ->
         values, vectors = torch.linalg.eigh(grams.double())
         return vectors.flip(-1)[..., :cap].float(), values.flip(-1)[..., :cap].clamp_min(0)
     operator = subspace.GramOperator(grams)
-    basis = _iterated(operator, grams, starts, settings)
-    rotation, values = subspace.nested_eigenvectors(basis.mT @ operator.precise(basis))
-    return basis @ rotation[..., :cap], values[..., :cap]
+    basis = _iterated(operator, lambda: subspace.sketch(grams, settings.width, settings.seed), starts, settings)
+    rotation, values = subspace.nested_eigenvectors(basis.mT @ operator.precise(basis), _RITZ_STEPS)
+    return basis @ rotation[..., :cap].float(), values[..., :cap]
 
 
-def _right_vectors(cells: Tensor, token_basis: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def _right_vectors(cells: Tensor, token_basis: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
     """``V = orth(Aᵀ U)`` ``(B, m d, q)`` from token directions ``U`` ``(B, T, q)``, and the energies it captures."""
     y = subspace.product(cells.mT, token_basis)
-    n, q = y.shape[1:]
-    if q > _FULL_FROM * n:
-        basis = torch.linalg.qr(y).Q
-    else:
-        basis = subspace.orthonormalize(y, subspace.random_directions(n, q, seed, y.device))
+    basis = subspace.orthonormalize(y, settings.fill(y))
     seen = subspace.product(cells, basis)
-    rotation, values = subspace.nested_eigenvectors(seen.mT @ seen)
-    return basis @ rotation, values
+    rotation, values = subspace.nested_eigenvectors(seen.mT @ seen, _RITZ_STEPS)
+    return basis @ rotation.float(), values
 
 
 # ---- route randomized ------------------------------------------------------------------------------------------------
@@ -230,66 +250,65 @@ def _right_vectors(cells: Tensor, token_basis: Tensor, seed: int) -> tuple[Tenso
 
 def _randomized(x: Tensor, start: Tensor | None, settings: _Settings) -> Hosvd:
     """The range of ``Aᵀ`` by power iterations on ``A``; the small SVD is that of ``A Q``, by its Gram matrix."""
-    unfolded = unfold(x if x.is_cuda else x.float())[None]
+    unfolded = unfold(x)[None]
+    unfolded = unfolded if subspace.on_gpu(x) else unfolded.float()
+
+    def draw() -> Tensor:
+        """The first step, taken on a sketch of ``A`` with a few rows per direction."""
+        small = subspace.sketch(unfolded, _SKETCH_ROWS * settings.width, settings.seed).mT
+        y = subspace.sketch(small, settings.width, settings.seed + 1)
+        return small.mT @ (small @ subspace.orthonormalize(y, settings.fill(y), rough=True))
 
     def power(basis: Tensor) -> Tensor:
         return subspace.product(unfolded.mT, subspace.product(unfolded, basis))
 
-    basis = _iterated(power, unfolded, [start], settings)
-    seen = subspace.product(unfolded, basis)
-    rotation, values = subspace.nested_eigenvectors(seen.mT @ seen)
+    basis = _iterated(power, draw, [start], settings)
+    seen = subspace.product(unfolded, basis)[0]
+    rotation, values = subspace.nested_eigenvectors(subspace.gram(seen)[None], _RITZ_STEPS)
+    vectors, values = basis @ rotation[..., : settings.cap].float(), values[:, : settings.cap]
     feature_grams = subspace.gram(unfolded.reshape(-1, settings.features))[None]
-    cap = settings.cap
-    return _assembled(
-        basis @ rotation[..., :cap], values[..., :cap].double(), _energy(x)[None], feature_grams, settings
-    )[0]
+    return _assembled(vectors, values, _energy(x)[None], feature_grams, settings)[0]
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
 def _iterated(
-    multiply: Callable[[Tensor], Tensor], rows: Tensor, starts: list[Tensor | None], settings: _Settings
+    multiply: Callable[[Tensor], Tensor],
+    draw: Callable[[], Tensor],
+    starts: list[Tensor | None],
+    settings: _Settings,
 ) -> Tensor:
     """Orthonormal basis ``(B, n, width)`` after the rounds of subspace iteration.
 
-    Columns that a start does not bring come from a sparse sketch of ``rows``: of the Gram matrix it is worth one step,
-    of ``A`` half of one.
+    Columns that a start does not bring come from ``draw``: ``(B, n, width)``.
     """
-    width, n = settings.width, rows.shape[-1]
+    width = settings.width
     given = [None if start is None else start[:, :width].float() for start in starts]
     if any(start is None or start.shape[1] < width for start in given):
-        drawn = subspace.sketch(rows, width, settings.seed)
-        given = [y if v is None else torch.cat((v, y[:, v.shape[1] :]), 1) for v, y in zip(given, drawn, strict=True)]
+        given = [y if v is None else torch.cat((v, y[:, v.shape[1] :]), 1) for v, y in zip(given, draw(), strict=True)]
     basis = torch.stack([start for start in given if start is not None])
-    rounds = settings.rounds(warm=all(start is not None for start in starts))
-    if width > _FULL_FROM * n:  # too few directions are left for random ones to complete a basis
-        for _ in range(rounds):
-            basis = multiply(torch.linalg.qr(basis).Q)
-        full: Tensor = torch.linalg.qr(basis).Q
-        return full
-    fill = subspace.random_directions(n, width, settings.seed, rows.device)
-    for _ in range(rounds):
-        basis = multiply(subspace.improve_conditioning(basis, fill))
-    return subspace.orthonormalize(basis, fill)
+    for _ in range(settings.rounds(warm=all(start is not None for start in starts))):
+        basis = multiply(subspace.orthonormalize(basis, settings.fill(basis), rough=True))
+    return subspace.orthonormalize(basis, settings.fill(basis))
 
 
 def _assembled(
     vectors: Tensor, values: Tensor, energies: Tensor, feature_grams: Tensor, settings: _Settings
 ) -> list[Hosvd]:
     """One :class:`Hosvd` per cell of the batch; the only wait for the device."""
-    host = torch.stack((energies, values.sum(1))).cpu()
-    if not torch.isfinite(host).all():
-        raise NonFiniteError("A cell holds NaN or Inf, or numbers so large that their squares leave float32.")
-    feature_basis = subspace.nested_eigenvectors(feature_grams.double())[0].float()
+    feature_basis = subspace.nested_eigenvectors(feature_grams, _FEATURE_STEPS)[0].float()
     core = values[:, :, None] * feature_shares(vectors, feature_basis, settings.slabs)
-    cells = zip(host[0].tolist(), core, feature_basis, vectors, strict=True)
+    total, captured = torch.stack((energies, values.sum(1))).tolist()
+    if not all(map(math.isfinite, total + captured)):
+        raise NonFiniteError("A cell holds NaN or Inf, or numbers so large that their squares leave float32.")
+    cells = zip(total, core, feature_basis, vectors, strict=True)
     return [Hosvd(energy, table, features, tokens, settings.route) for energy, table, features, tokens in cells]
 
 
 def _energy(x: Tensor) -> Tensor:
-    """Squared norm as a float64 scalar on the device of ``x``."""
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
-    if not x.is_cuda and not torch.isfinite(norm):
+    """Squared norm as a float64 scalar on the device of ``x``: float32 within a token's features, float64 over them."""
+    energy: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).double().square().sum()
+    if not subspace.on_gpu(x) and not torch.isfinite(energy):
         raise NonFiniteError("A cell holds NaN or Inf.")  # LAPACK would say so in other words
-    return norm.square()
+    return energy

@@ -22,7 +22,7 @@ class Hosvd:
     """Everything the allocator and the truncation need to know of one cell. Its size does not grow with ``T``.
 
     Attributes:
-        energy: squared Frobenius norm of the cell, summed in float64.
+        energy: squared Frobenius norm of the cell, with a rounding error below 1e-7 of it.
         core_energy: ``(q, d)`` float64; squared core of the HOSVD, summed over ``m``. ``q ≤ min(T, m d)``. Its row sums
             are the energies that the columns of ``token_vectors`` capture.
         feature_basis: ``(d, d)`` orthonormal, columns by falling energy; float64 (``exact``) or float32.

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvslim.decomposing import subspace
 from kvslim.decomposing.flash import spectra as spectra_of
 from kvslim.decomposing.hosvd import Hosvd, hosvd, unfold
-from kvslim.decomposing.subspace import product
 
 __all__ = ["FullTucker", "Hosvd", "TuckerFactors", "full_tucker", "hosvd", "truncate"]
 
@@ -82,7 +82,7 @@ def truncate(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | Non
     core = vectors.unflatten(0, (slabs, feature_rank)).transpose(1, 2)
     # The projection of X onto the core: features are put into the small factor, so X is read once and as it is.
     lifted = vectors if feature is None else (feature @ core.mT).flatten(0, 1)
-    token = unfold(x).double() @ lifted if spectra.route == "exact" else product(unfold(x), lifted)
+    token = unfold(x).double() @ lifted if spectra.route == "exact" else subspace.product(unfold(x), lifted)
     return TuckerFactors(
         core.to(torch.float32).contiguous(),
         token.to(torch.float32),
@@ -96,8 +96,8 @@ def _vectors_of_rest(x: Tensor, rank: int, feature: Tensor, spectra: Hosvd) -> T
         return _token_vectors(hosvd(x.double() @ feature, rank))
     slabs, _, features = x.shape
     # Rounded to the dtype of x, which only the basis sees; divided so that no sum of features overflows float16.
-    rest = product(x.flatten(0, 1), feature / features**0.5).unflatten(0, x.shape[:2])
-    rest = rest.to(x.dtype) if x.is_cuda else rest
+    rest = subspace.product(x.flatten(0, 1), feature / features**0.5).unflatten(0, x.shape[:2])
+    rest = rest.to(x.dtype) if subspace.on_gpu(x) else rest
     start = None
     if spectra.token_vectors is not None:
         start = (feature.T @ spectra.token_vectors.unflatten(0, (slabs, features))).flatten(0, 1)

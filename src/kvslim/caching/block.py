@@ -43,9 +43,35 @@ class Block(Protocol):
         """Keep the first ``tokens`` tokens, in storage of their own."""
         ...
 
+    def scores(self, layer: int, query: Tensor, start: int, stop: int) -> Tensor:
+        """``query · X̂ᵀ`` over tokens ``start`` to ``stop``, as if they were decoded.
+
+        ``query`` is ``(kv_heads, n, head_dim)`` float32, the result ``(kv_heads, n, stop - start)`` float32.
+        """
+        ...
+
+    def mix(self, layer: int, weights: Tensor, start: int, stop: int) -> Tensor:
+        """``weights · X̂`` over tokens ``start`` to ``stop``, as if they were decoded.
+
+        ``weights`` is ``(kv_heads, n, stop - start)`` float32, the result ``(kv_heads, n, head_dim)`` float32.
+        """
+        ...
+
+
+class DecodedProducts:
+    """Products with a block by decoding it: what a block has that knows no shorter way."""
+
+    def scores(self: Block, layer: int, query: Tensor, start: int, stop: int) -> Tensor:
+        """``query · X̂ᵀ``; see :meth:`Block.scores`."""
+        return query @ self.decode(layer, start, stop).to(query).mT
+
+    def mix(self: Block, layer: int, weights: Tensor, start: int, stop: int) -> Tensor:
+        """``weights · X̂``; see :meth:`Block.mix`."""
+        return weights @ self.decode(layer, start, stop).to(weights)
+
 
 @dataclass(frozen=True)
-class ExactBlock:
+class ExactBlock(DecodedProducts):
     """A plain copy: the lossless codec (16 bits in a 16-bit model).
 
     Attributes:

@@ -52,6 +52,14 @@ class ExactStretch:
         """Keys and values of tokens ``start`` to ``stop`` of the stretch: ``(kv_heads, stop - start, head_dim)``."""
         return self.kept[0, layer, :, start:stop], self.kept[1, layer, :, start:stop]
 
+    def scores(self, layer: int, query: Tensor, start: int, stop: int) -> Tensor:
+        """``query`` ``(kv_heads, n, head_dim)`` float32 on keys ``start`` to ``stop``: ``(kv_heads, n, tokens)``."""
+        return query @ self.kept[0, layer, :, start:stop].to(query).mT
+
+    def mix(self, layer: int, weights: Tensor, start: int, stop: int) -> Tensor:
+        """Values ``start`` to ``stop`` weighted by ``(kv_heads, n, tokens)`` float32: ``(kv_heads, n, head_dim)``."""
+        return weights @ self.kept[1, layer, :, start:stop].to(weights)
+
     def crop(self, tokens: int) -> Self:
         return dataclasses.replace(self, kept=self.kept[:, :, :, :tokens].clone())
 
@@ -90,12 +98,34 @@ class CodedStretch:
 
     def dense(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys (rotated) and values of tokens ``start`` to ``stop``: ``(kv_heads, stop - start, head_dim)``."""
-        keys, values = self.keys[layer], self.values[layer]
+        values = self.values[layer]
+        return self._dense_keys(layer, start, stop), values.block.decode(values.layer, start, stop)
+
+    def scores(self, layer: int, query: Tensor, start: int, stop: int) -> Tensor:
+        """``query`` ``(kv_heads, n, head_dim)`` float32 on keys ``start`` to ``stop``: ``(kv_heads, n, tokens)``.
+
+        Post-RoPE keys are multiplied as they are stored; pre-RoPE keys are rebuilt and rotated first.
+        """
+        if self._rotates(layer):
+            return query @ self._dense_keys(layer, start, stop).to(query).mT
+        keys = self.keys[layer]
+        return keys.block.scores(keys.layer, query, start, stop)
+
+    def mix(self, layer: int, weights: Tensor, start: int, stop: int) -> Tensor:
+        """Values ``start`` to ``stop`` weighted by ``(kv_heads, n, tokens)`` float32: ``(kv_heads, n, head_dim)``."""
+        values = self.values[layer]
+        return values.block.mix(values.layer, weights, start, stop)
+
+    def _rotates(self, layer: int) -> bool:
+        return self.rope is not None and not self.keys[layer].block.exact
+
+    def _dense_keys(self, layer: int, start: int, stop: int) -> Tensor:
+        keys = self.keys[layer]
         rebuilt = keys.block.decode(keys.layer, start, stop)
-        if self.rope is not None and not keys.block.exact:
+        if self.rope is not None and self._rotates(layer):
             places = torch.arange(self.place + start, self.place + stop, device=rebuilt.device)
             rebuilt = self.rope.rotate(rebuilt, places)
-        return rebuilt, values.block.decode(values.layer, start, stop)
+        return rebuilt
 
     def crop(self, tokens: int) -> Self:
         cropped: dict[int, Block] = {}
@@ -192,6 +222,13 @@ class Prefix:
                 row.write(layer, keys[index], values[index])
                 done[id(row)] = index
         return keys, values
+
+    def groups(self) -> list[list[int]]:
+        """Batch indices of the rows that are one object: beams and repeats of one prompt."""
+        found: dict[int, list[int]] = {}
+        for index, row in enumerate(self.rows):
+            found.setdefault(id(row), []).append(index)
+        return list(found.values())
 
     def crop(self, columns: int) -> Prefix:
         cropped = {id(row): row.crop(columns) for row in self.rows}

@@ -8,14 +8,14 @@ from typing import Self
 
 from torch import Tensor
 
-from kvslim.caching.block import iter_tensors, map_tensors, storage_bytes
+from kvslim.caching.block import DecodedProducts, iter_tensors, map_tensors, storage_bytes
 from kvslim.quantizing import integer, rotated
 from kvslim.quantizing.integer import IntegerCodes
 from kvslim.quantizing.rotated import RotatedCodes
 
 
 @dataclass(frozen=True)
-class IntegerBlock:
+class IntegerBlock(DecodedProducts):
     """Asymmetric integer codes of one layer: rows are ``(kv_heads, tokens)``."""
 
     stored: IntegerCodes
@@ -38,7 +38,7 @@ class IntegerBlock:
 
 
 @dataclass(frozen=True)
-class RotatedBlock:
+class RotatedBlock(DecodedProducts):
     """Rotated codes of one layer: rows are ``(kv_heads, tokens)``."""
 
     stored: RotatedCodes

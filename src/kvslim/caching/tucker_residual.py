@@ -13,8 +13,10 @@ from torch import Tensor
 from kvslim.caching.block import iter_tensors, map_tensors, storage_bytes
 from kvslim.decomposing.tucker import Hosvd, TuckerFactors, truncate
 from kvslim.quantizing import rotated
-from kvslim.quantizing.codebook import LevelKind
+from kvslim.quantizing.codebook import LevelKind, gaussian_levels
+from kvslim.quantizing.packing import unpack
 from kvslim.quantizing.rotated import RotatedCodes
+from kvslim.quantizing.rotation import rotation
 
 _FACTOR_BYTES = 2
 # The norm of a cell in units of the gain is at most 2**_HEADROOM. That leaves both the token factors and the smallest
@@ -113,6 +115,36 @@ class TuckerResidual:
             return torch.zeros(self.kv_heads, len(range(self.tokens)[tokens]), self.shape[2])
         return total.mul_(self.gain)
 
+    def scores(self, layer: int, query: Tensor, start: int, stop: int) -> Tensor:
+        """``q X̂ᵀ = gain · ((q U_d) Cᵀ U_Tᵀ + (q R) · codesᵀ)``, without X̂ as long as there are few queries."""
+        if query.shape[1] >= self.shape[2]:  # rebuilding once is then less work than carrying every query through
+            return query @ self.decode(layer, start, stop).to(query).mT
+        slabs, tokens = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads), slice(start, stop)
+        total = query.new_zeros(*query.shape[:2], stop - start)
+        if self.factors is not None:
+            core, feature, token = _wide(self.factors, slabs, tokens)
+            turned = query if feature is None else query @ feature
+            total = total + (turned @ core.mT) @ token.T
+        if self.residual is not None:
+            rows, scales, turn = _coordinates(map_tensors(self.residual, lambda x: x[slabs, tokens]))
+            total = total + ((query @ turn) @ rows.mT) * scales[:, None]
+        return total * self.gain
+
+    def mix(self, layer: int, weights: Tensor, start: int, stop: int) -> Tensor:
+        """``p X̂ = gain · ((p U_T) C U_dᵀ + (p · scales) codes Rᵀ)``, without X̂ as long as there are few queries."""
+        if weights.shape[1] >= self.shape[2]:
+            return weights @ self.decode(layer, start, stop).to(weights)
+        slabs, tokens = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads), slice(start, stop)
+        total = weights.new_zeros(*weights.shape[:2], self.shape[2])
+        if self.factors is not None:
+            core, feature, token = _wide(self.factors, slabs, tokens)
+            mixed = (weights @ token) @ core
+            total = total + (mixed if feature is None else mixed @ feature.T)
+        if self.residual is not None:
+            rows, scales, turn = _coordinates(map_tensors(self.residual, lambda x: x[slabs, tokens]))
+            total = total + ((weights * scales[:, None]) @ rows) @ turn.T
+        return total * self.gain
+
     def crop(self, tokens: int) -> Self:
         """Keep the first ``tokens`` tokens; the core stays."""
         factors, residual = self.factors, self.residual
@@ -122,6 +154,23 @@ class TuckerResidual:
             residual = map_tensors(residual, lambda x: x[:, :tokens].clone())
         shape = (self.shape[0], tokens, self.shape[2])
         return dataclasses.replace(self, factors=factors, residual=residual, shape=shape)
+
+
+def _wide(factors: TuckerFactors, slabs: slice, tokens: slice) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Core ``(kv_heads, r_T, r_d)``, feature ``(d, r_d)`` and token factors ``(tokens, r_T)`` of one layer, float32."""
+    if factors.slab is None:
+        core = factors.core[slabs].to(torch.float32)
+    else:
+        core = torch.einsum("mk,krd->mrd", factors.slab[slabs].to(torch.float32), factors.core.to(torch.float32))
+    feature = None if factors.feature is None else factors.feature.to(torch.float32)
+    return core, feature, factors.token[tokens].to(torch.float32)
+
+
+def _coordinates(stored: RotatedCodes) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels ``(kv_heads, tokens, d)``, scales ``(kv_heads, tokens)`` and rotation ``R``: X ≈ levels · scales · Rᵀ."""
+    levels = gaussian_levels(stored.bits, stored.kind).to(device=stored.codes.device, dtype=torch.float32)
+    rows = levels[unpack(stored.codes, stored.bits, stored.size).int()]
+    return rows, stored.scales.to(torch.float32) * stored.gain, rotation(stored.size, stored.seed, rows.device)
 
 
 def encode_cell(

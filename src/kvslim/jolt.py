@@ -235,10 +235,8 @@ class JoltCache(CompressedCache):
     def _input(self, cell: Cell) -> Tensor:
         """A cell as its spectra are taken; on a GPU in the model's own precision, which the Flash routes multiply."""
         raw = gather(self.compressible, cell)
-        if cell.kind == 1 or self.rope is None:
-            return raw
-        x = take_off(raw, cell, self.rope)
-        return x.to(raw.dtype) if raw.is_cuda and self.config.spectra != "exact" else x
+        half = raw.is_cuda and self.config.spectra != "exact"
+        return take_off(raw, cell, self.rope, raw.dtype if half else torch.float32)
 
     def _cap(self, slabs: int, tokens: int) -> int | None:
         """Token directions to look for: all where that is cheap, or as many as FlashJoLT does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kvslim.attending.layout import compressible_layers
@@ -53,7 +54,7 @@ class PerTokenCache(CompressedCache):
         return dict.fromkeys(cells)
 
     def _encode_cell(self, cell: Cell, raw: Tensor, plan: None) -> tuple[Block, Tensor, str]:
-        x = take_off(raw, cell, self.rope)
+        x = take_off(raw, cell, self.rope).to(torch.float32)
         return self._block(x), x, f"{self.bits} bit"
 
 

@@ -13,6 +13,7 @@ from kvslim.caching.layer import CompressedLayer
 from kvslim.caching.prefix import CodedStretch, PlacedBlock
 from kvslim.caching.report import CellReport
 from kvslim.errors import CacheStateError
+from kvslim.kernels.unrotate import unrotate
 from kvslim.types import KVShape, Rope
 
 KINDS = ("keys", "values")
@@ -57,17 +58,16 @@ def gather(layers: Sequence[CompressedLayer], cell: Cell) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def take_off(x: Tensor, cell: Cell, rope: Rope | None) -> Tensor:
-    """The cell in float32, keys un-rotated if there is a ``rope``.
+def take_off(x: Tensor, cell: Cell, rope: Rope | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The cell as it is coded: keys un-rotated, in ``dtype``, if there is a ``rope``; else as they are.
 
     The rotation goes by a key's place in its row. Places and true positions differ by a constant per row, which turns
     all keys of a head alike and changes no spectrum; and what is taken off here is put back exactly.
     """
-    x = x.to(torch.float32)
-    if cell.kind == 0 and rope is not None:
-        places = torch.arange(cell.span.place, cell.span.place + cell.span.tokens, device=x.device)
-        x = rope.rotate(x, places, inverse=True)
-    return x
+    if cell.kind == 1 or rope is None:
+        return x
+    inv_freq = rope.inv_freq.to(x.device)
+    return unrotate(x, inv_freq, rope.rotary_dim, cell.span.place, inverse=True, out_dtype=dtype)
 
 
 def measure(cell: Cell, x: Tensor, block: Block, words: str, model_layers: Sequence[int]) -> CellReport:

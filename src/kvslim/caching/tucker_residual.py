@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kvslim.caching.block import iter_tensors, map_tensors, storage_bytes
 from kvslim.decomposing.tucker import Hosvd, TuckerFactors, truncate
+from kvslim.kernels.residual_decode import residual_decode
+from kvslim.kernels.residual_encode import residual_encode
 from kvslim.quantizing import rotated
 from kvslim.quantizing.codebook import LevelKind, gaussian_levels
 from kvslim.quantizing.packing import unpack
@@ -19,9 +21,9 @@ from kvslim.quantizing.rotated import RotatedCodes
 from kvslim.quantizing.rotation import rotation
 
 _FACTOR_BYTES = 2
-# The norm of a cell in units of the gain is at most 2**_HEADROOM. That leaves both the token factors and the smallest
-# residual scales of a cell with 2**29 entries inside the normal range of float16.
-_HEADROOM = 12
+# The norm of a cell in units of the gain is between 2**14 and 2**15, which bounds token factors and residual scales. A
+# residual of 2**-11 of the norm, spread evenly over 2**28 entries, still has scales in float16's normal range.
+_HEADROOM = 15
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class TuckerResidual:
     Attributes:
         factors: float16 factors of the Tucker backbone, None at token rank 0. A block that inherits its basis shares
             the core and feature tensors of the block that owns it.
-        residual: codes of ``(layers · kv_heads, T)`` rows, None at 0 bits.
+        residual: codes of ``(layers · kv_heads, T)`` rows in units of the gain, None at 0 bits.
         gain: a power of two that keeps factors and scales inside float16's normal range.
         kv_heads: heads per layer; slabs ``[layer · kv_heads, (layer + 1) · kv_heads)`` belong to one layer.
         shape: ``(layers · kv_heads, T, d)``.
@@ -105,15 +107,15 @@ class TuckerResidual:
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Rebuild tokens of one layer of the group: ``(kv_heads, tokens, d)`` float32."""
         slabs, tokens = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads), slice(start, stop)
-        total: Tensor | None = None
+        backbone: Tensor | None = None
         if self.factors is not None:
-            total = dataclasses.replace(self.factors, token=self.factors.token[tokens]).reconstruct(slabs)
-        if self.residual is not None:
-            decoded = rotated.decode(map_tensors(self.residual, lambda x: x[slabs, tokens]))
-            total = decoded if total is None else total.add_(decoded)
-        if total is None:
+            backbone = dataclasses.replace(self.factors, token=self.factors.token[tokens]).reconstruct(slabs)
+        if (kept := self.residual) is not None:
+            codes, scales, turn = kept.codes[slabs, tokens], kept.scales[slabs, tokens], (kept.kind, kept.seed)
+            return residual_decode(codes, scales, kept.bits, kept.size, *turn, self.gain, torch.float32, backbone)
+        if backbone is None:
             return torch.zeros(self.kv_heads, len(range(self.tokens)[tokens]), self.shape[2])
-        return total.mul_(self.gain)
+        return backbone.mul_(self.gain)
 
     def scores(self, layer: int, query: Tensor, start: int, stop: int) -> Tensor:
         """``q X̂ᵀ = gain · ((q U_d) Cᵀ U_Tᵀ + (q R) · codesᵀ)``, without X̂ as long as there are few queries."""
@@ -170,7 +172,7 @@ def _coordinates(stored: RotatedCodes) -> tuple[Tensor, Tensor, Tensor]:
     """Levels ``(kv_heads, tokens, d)``, scales ``(kv_heads, tokens)`` and rotation ``R``: X ≈ levels · scales · Rᵀ."""
     levels = gaussian_levels(stored.bits, stored.kind).to(device=stored.codes.device, dtype=torch.float32)
     rows = levels[unpack(stored.codes, stored.bits, stored.size).int()]
-    return rows, stored.scales.to(torch.float32) * stored.gain, rotation(stored.size, stored.seed, rows.device)
+    return rows, stored.scales.to(torch.float32), rotation(stored.size, stored.seed, rows.device)
 
 
 def encode_cell(
@@ -190,10 +192,11 @@ def encode_cell(
     """
     factors: TuckerFactors | None = None
     if plan.token_rank:
-        kept = x if slab is None else torch.einsum("mtd,mk->ktd", x, slab)
+        kept = x if slab is None else torch.einsum("mtd,mk->ktd", x.to(torch.float32), slab)
         factors = truncate(kept, plan.token_rank, plan.feature_rank, spectra)
         factors = factors if slab is None else dataclasses.replace(factors, slab=slab)
-    return _finish(x, factors, plan.bits, kv_heads=kv_heads, levels=levels, seed=seed)
+    energy = None if spectra is None else spectra.energy
+    return _finish(x, factors, plan.bits, energy, kv_heads=kv_heads, levels=levels, seed=seed)
 
 
 def encode_on(
@@ -204,10 +207,10 @@ def encode_on(
     The new block shares the basis tensors; only its token factors and its residual are new.
     """
     if not plan.token_rank:
-        return _finish(x, None, plan.bits, kv_heads=kv_heads, levels=levels, seed=seed)
+        return _finish(x, None, plan.bits, None, kv_heads=kv_heads, levels=levels, seed=seed)
     core = basis.core[:, : plan.token_rank]
     factors = dataclasses.replace(basis, core=core, token=project(x, basis)[:, : plan.token_rank])
-    made = _finish(x, factors, plan.bits, kv_heads=kv_heads, levels=levels, seed=seed)
+    made = _finish(x, factors, plan.bits, None, kv_heads=kv_heads, levels=levels, seed=seed)
     return dataclasses.replace(made, inherited=True)
 
 
@@ -230,18 +233,22 @@ def projected_tail(x: Tensor, basis: TuckerFactors) -> Tensor:
 
 
 def _finish(
-    x: Tensor, factors: TuckerFactors | None, bits: int, *, kv_heads: int, levels: LevelKind, seed: int
-) -> TuckerResidual:
+    x: Tensor, factors: TuckerFactors | None, bits: int, energy: float | None, *, kv_heads: int, levels: LevelKind,
+    seed: int,
+) -> TuckerResidual:  # fmt: skip
     """Round the factors and code what they leave. ``factors.token`` is in units of ``x``."""
-    energy = float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    if energy is None:
+        energy = float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
     gain = 2.0 ** (math.ceil(math.log2(energy) / 2) - _HEADROOM) if energy > 0 else 1.0
-    rest = x.to(torch.float32) / gain
-    missed = 1.0
+    missed, backbone = 1.0, None
     if factors is not None:
         missed = max(0.0, 1 - float(factors.token.double().square().sum()) / energy) if energy else 0.0
         factors = map_tensors(
             dataclasses.replace(factors, token=factors.token / gain), lambda part: part.to(torch.float16)
         )
-        rest = rest.sub_(factors.reconstruct())
-    residual = rotated.encode(rest, bits, kind=levels, seed=seed) if bits else None
+        backbone = factors.reconstruct()
+    residual = None
+    if bits:
+        codes, scales = residual_encode(x, backbone, gain, bits, levels, seed)
+        residual = RotatedCodes(codes, scales, bits, x.shape[2], levels, seed)
     return TuckerResidual(factors, residual, gain, kv_heads, (x.shape[0], x.shape[1], x.shape[2]), missed)

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvslim.decomposing import subspace
 from kvslim.decomposing.flash import spectra as spectra_of
 from kvslim.decomposing.hosvd import Hosvd, hosvd, unfold
+from kvslim.decomposing.subspace import on_gpu, product
 
 __all__ = ["FullTucker", "Hosvd", "TuckerFactors", "full_tucker", "hosvd", "truncate"]
 
@@ -48,6 +49,10 @@ class TuckerFactors:
             core = torch.einsum("mk,krd->mrd", self.slab[head].to(torch.float32), self.core.to(torch.float32))
         if self.feature is not None:
             core = core @ self.feature.to(torch.float32).T
+        if on_gpu(self.token) and self.token.dtype != torch.float32:  # token factors are multiplied as they are
+            wide: Tensor = product(self.token, core.transpose(0, 1).flatten(1))
+            slabs: Tensor = wide.unflatten(1, (core.shape[0], core.shape[2])).transpose(0, 1)
+            return slabs
         return self.token.to(torch.float32) @ core
 
 

@@ -137,9 +137,12 @@ def test_constructing_changes_nothing_on_the_model(make_tiny: MakeTiny) -> None:
 def test_choices_cover_pure_quantization_and_pure_rank() -> None:
     x = torch.randn(2, 50, 8)
     choices = own_choices(hosvd(x), CellShape(2, 50, 8, 2, 2), PAPER_BITS, "lloyd_max")
-    kinds = {(plan.token_rank > 0, plan.bits > 0) for plan in choices.plans}
+    plans = [choices.plan(index) for index in range(len(choices.costs))]
+    kinds = {(plan.token_rank > 0, plan.bits > 0) for plan in plans}
     assert kinds == {(False, True), (True, False), (True, True)}  # and never nothing
-    assert len(choices.plans) == len(choices.costs) == len(choices.errors)
+    assert len(choices.costs) == len(choices.errors)
+    with pytest.raises(IndexError):
+        choices.plan(len(plans))
 
 
 @given(most=st.integers(0, 5000))

@@ -78,7 +78,7 @@ class _Offer:
     basis: TuckerResidual | None = None
 
     def planned(self, choice: int) -> _Planned:
-        plan = self.choices.plans[choice]
+        plan = self.choices.plan(choice)
         basis = self.basis if plan.inherit else None
         return _Planned(plan, None if plan.inherit else self.spectra, self.slab, basis)
 

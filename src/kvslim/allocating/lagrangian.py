@@ -131,6 +131,8 @@ def _repair(cells: list[Frontier], chosen: list[int], budget: int) -> list[int]:
     swaps = 0
     while swaps < _SWAP_ROUNDS:
         move = _best_upgrade(cells, chosen, slack)
+        if move is None and slack <= _STRANDED * budget:
+            break  # nothing to win that is worth the search
         if move is None:
             move, swaps = _best_swap(table, chosen, slack), swaps + 1
         if move is None:
@@ -144,6 +146,7 @@ def _repair(cells: list[Frontier], chosen: list[int], budget: int) -> list[int]:
 _Move = list[tuple[int, int]]
 _SWAP_DEPTH = 6  # how many steps a swap may downgrade
 _SWAP_ROUNDS = 40
+_STRANDED = 2e-4  # share of the budget below which unspent bytes are left alone
 
 
 def _best_upgrade(cells: list[Frontier], chosen: list[int], slack: int) -> _Move | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from torch import Tensor
@@ -50,59 +50,102 @@ class CellShape:
 
 
 @dataclass(frozen=True)
-class CellChoices:
-    """All plans of one cell with what each costs and loses. The three sequences run in parallel."""
+class Grid:
+    """Every plan of a cell of one shape, as arrays that run in parallel; the same for all cells of the shape.
 
-    plans: list[CellPlan]
+    Attributes:
+        token_ranks, feature_ranks, bits: ``(n,)`` integers.
+        losses: ``(n,)`` ε²(b), what the residual codec loses of what the truncation leaves.
+        costs: ``(n,)`` bytes.
+        inherit: the plans project on an earlier basis.
+    """
+
+    token_ranks: IntArray
+    feature_ranks: IntArray
+    bits: IntArray
+    losses: FloatArray
+    costs: IntArray
+    inherit: bool
+
+    def plan(self, index: int) -> CellPlan:
+        ranks = int(self.token_ranks[index]), int(self.feature_ranks[index])
+        return CellPlan(*ranks, int(self.bits[index]), inherit=self.inherit)
+
+
+@dataclass(frozen=True)
+class CellChoices:
+    """All plans of one cell with what each costs and loses."""
+
+    grids: tuple[Grid, ...]
     costs: IntArray
     errors: FloatArray
 
+    def plan(self, choice: int) -> CellPlan:
+        """The plan at index ``choice`` of :attr:`costs` and :attr:`errors`."""
+        for grid in self.grids:
+            if choice < len(grid.costs):
+                return grid.plan(choice)
+            choice -= len(grid.costs)
+        raise IndexError(choice)
+
     def weighted(self, weight: float) -> CellChoices:
         """The same with errors multiplied by ``weight``."""
-        return CellChoices(self.plans, self.costs, self.errors * weight)
+        return self if weight == 1 else CellChoices(self.grids, self.costs, self.errors * weight)
 
     def __add__(self, other: CellChoices) -> CellChoices:
         costs, errors = np.concatenate((self.costs, other.costs)), np.concatenate((self.errors, other.errors))
-        return CellChoices([*self.plans, *other.plans], costs, errors)
+        return CellChoices((*self.grids, *other.grids), costs, errors)
 
 
-def own_choices(spectra: Hosvd | None, shape: CellShape, bits: Sequence[int], levels: LevelKind) -> CellChoices:
+def own_choices(spectra: Hosvd | None, shape: CellShape, bits: tuple[int, ...], levels: LevelKind) -> CellChoices:
     """Plans with a basis of the cell's own, and without any: ranks × bits.
 
     The relative squared error of a choice is ``ε²(b) · τ(r_T, r_d)``: the tail that the truncation leaves, times what
     the residual codec loses of it. Without ``spectra`` only rank 0 is offered: pure rotated quantization.
     """
-    tail = spectra.tail().cpu().numpy() if spectra is not None else np.ones((1, shape.features + 1))
-    plans, errors = [], []
-    for token_rank in token_rank_grid(tail.shape[0] - 1):
-        for feature_rank in feature_rank_grid(shape.features) if token_rank else [shape.features]:
-            for width, loss in _losses(bits, shape.features, levels):
-                if token_rank or width:  # a cell is never dropped altogether
-                    plans.append(CellPlan(token_rank, feature_rank, width))
-                    errors.append(loss * tail[token_rank, feature_rank])
-    if COPY_BITS in bits:
-        plans.append(CellPlan(0, shape.features, COPY_BITS))
-        errors.append(0.0)
-    return _priced(plans, errors, shape)
+    grid = _own_grid(0 if spectra is None else spectra.cap, shape, bits, levels)
+    tail = np.ones((1, shape.features + 1)) if spectra is None else spectra.tail().cpu().numpy()
+    return CellChoices((grid,), grid.costs, grid.losses * tail[grid.token_ranks, grid.feature_ranks])
 
 
 def inherited_choices(
-    tail: Tensor, feature_rank: int, shape: CellShape, bits: Sequence[int], levels: LevelKind
+    tail: Tensor, feature_rank: int, shape: CellShape, bits: tuple[int, ...], levels: LevelKind
 ) -> CellChoices:
     """Plans that project on an earlier basis; ``tail`` ``(r + 1,)`` is what its first directions miss of the cell."""
-    missed = tail.cpu().numpy()
-    plans, errors = [], []
-    for token_rank in token_rank_grid(missed.shape[0] - 1)[1:]:
-        for width, loss in _losses(bits, shape.features, levels):
-            plans.append(CellPlan(token_rank, feature_rank, width, inherit=True))
-            errors.append(loss * missed[token_rank])
-    return _priced(plans, errors, shape)
+    grid = _inherited_grid(tail.shape[0] - 1, feature_rank, shape, bits, levels)
+    return CellChoices((grid,), grid.costs, grid.losses * tail.cpu().numpy()[grid.token_ranks])
 
 
-def _losses(bits: Sequence[int], features: int, levels: LevelKind) -> list[tuple[int, float]]:
-    return [(width, distortion(width, features, levels)) for width in bits if width != COPY_BITS]
+@lru_cache(maxsize=64)
+def _own_grid(most: int, shape: CellShape, bits: tuple[int, ...], levels: LevelKind) -> Grid:
+    plans = [
+        CellPlan(token_rank, feature_rank, width)
+        for token_rank in token_rank_grid(most)
+        for feature_rank in (feature_rank_grid(shape.features) if token_rank else [shape.features])
+        for width in bits
+        if width != COPY_BITS and (token_rank or width)  # a cell is never dropped altogether
+    ]
+    if COPY_BITS in bits:
+        plans.append(CellPlan(0, shape.features, COPY_BITS))
+    return _grid(plans, shape, levels, inherit=False)
 
 
-def _priced(plans: list[CellPlan], errors: list[float], shape: CellShape) -> CellChoices:
+@lru_cache(maxsize=64)
+def _inherited_grid(most: int, feature_rank: int, shape: CellShape, bits: tuple[int, ...], levels: LevelKind) -> Grid:
+    plans = [
+        CellPlan(token_rank, feature_rank, width, inherit=True)
+        for token_rank in token_rank_grid(most)[1:]
+        for width in bits
+        if width != COPY_BITS
+    ]
+    return _grid(plans, shape, levels, inherit=True)
+
+
+def _grid(plans: list[CellPlan], shape: CellShape, levels: LevelKind, *, inherit: bool) -> Grid:
+    columns = np.array([(p.token_rank, p.feature_rank, p.bits) for p in plans], dtype=np.int64).reshape(-1, 3)
+    widths = {plan.bits for plan in plans}
+    loss = {width: 0.0 if width == COPY_BITS else distortion(width, shape.features, levels) for width in widths}
     costs = np.array([shape.bytes_of(plan) for plan in plans], dtype=np.int64)
-    return CellChoices(plans, costs, np.array(errors))
+    losses = np.array([loss[plan.bits] for plan in plans], dtype=np.float64)
+    token_ranks, feature_ranks, bits = columns.T
+    return Grid(token_ranks, feature_ranks, bits, losses, costs, inherit)

@@ -212,16 +212,16 @@ def _from_grams(batch: list[_Measured], settings: _Settings) -> list[Hosvd]:
         blocks = grams.unflatten(2, (slabs, features)).unflatten(1, (slabs, features))
         feature_grams = blocks.diagonal(dim1=1, dim2=3).sum(-1)
         vectors, values = _leading(grams, starts, settings)
+        # Sums on tensor cores come out a little low, all alike: energies count in relation to the matrix's own trace.
+        mass = grams.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
+        values = values * torch.where(mass > 0, energies / mass, 0.0)[:, None]
     else:
         cells = torch.stack(kept)
         feature_grams = torch.stack([subspace.gram(a.reshape(-1, features)) for a in cells])
         starts = [None if v is None else subspace.product(a, v.float()) for a, v in zip(cells, starts, strict=True)]
         token_basis, _ = _leading(grams, starts, settings)
         vectors, values = _right_vectors(cells, token_basis, settings)
-    # Sums on tensor cores come out a little low, all alike: what is captured counts in relation to the matrix's trace.
-    mass = grams.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
-    scale = torch.where(mass > 0, energies / mass, 0.0)
-    return _assembled(vectors, values * scale[:, None], energies, feature_grams, settings)
+    return _assembled(vectors, values, energies, feature_grams, settings)
 
 
 def _leading(grams: Tensor, starts: list[Tensor | None], settings: _Settings) -> tuple[Tensor, Tensor]:

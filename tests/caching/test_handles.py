@@ -21,18 +21,26 @@ def prompt(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, 128, (rows, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def compressed(model: PreTrainedModel, rows: int = 2, tokens: int = 150, **settings: object) -> JoltCache:
-    cache = JoltCache(model, **{"ratio": 3, "window": 4, **settings})
+def compressed(model: PreTrainedModel, rows: int = 2) -> JoltCache:
+    cache = JoltCache(model, ratio=3, window=4)
     with torch.no_grad():
-        model(prompt(rows, tokens), past_key_values=cache)
+        model(prompt(rows, 150), past_key_values=cache)
     cache.compress()
+    assert cache.prefix is not None
+    return cache
+
+
+def hand_out(cache: JoltCache) -> JoltCache:
+    """Let the cache give handles to every attention implementation, as if it did not know its model."""
+    for layer in cache.compressible:
+        layer.reader = None
     return cache
 
 
 @pytest.fixture
 def pair(tiny_llama: PreTrainedModel) -> tuple[Handle, Handle, torch.Tensor, torch.Tensor]:
     """The handles of one layer, and the dense tensors that they stand for."""
-    layer = compressed(tiny_llama).compressible[0]
+    layer = hand_out(compressed(tiny_llama)).compressible[0]
     keys, values = layer.update(*torch.randn(2, 2, 2, 3, 16, generator=torch.Generator().manual_seed(1)))
     assert isinstance(keys, Handle)
     assert isinstance(values, Handle)
@@ -101,7 +109,9 @@ def test_changes_in_place_stay_with_the_handle(pair: tuple[Handle, Handle, torch
     assert torch.equal(keys + 0, 2 * dense)
 
 
-def test_keys_and_values_are_decoded_together_once(tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_values_are_decoded_together_once(
+    tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
     original = Prefix.dense
 
@@ -110,7 +120,7 @@ def test_keys_and_values_are_decoded_together_once(tiny_llama: PreTrainedModel, 
         return original(self, layer, extra)
 
     monkeypatch.setattr(Prefix, "dense", counted)
-    cache = compressed(tiny_llama)
+    cache = hand_out(compressed(tiny_llama))
     for implementation in ("sdpa", "eager"):
         calls.clear()
         tiny_llama.set_attn_implementation(implementation)
@@ -139,7 +149,7 @@ def test_nothing_keeps_the_dense_tensors(
 
     monkeypatch.setattr(LayerView, "rebuild", watched)
     monkeypatch.setattr(LayerView, "handles", seen)
-    cache = compressed(tiny_llama)
+    cache = hand_out(compressed(tiny_llama))
     tiny_llama.set_attn_implementation(implementation)
     gc.disable()  # no cycle may be needed to find them
     try:
@@ -157,7 +167,7 @@ def test_logits_are_those_of_dense_tensors(
     tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, implementation: str
 ) -> None:
     tiny_llama.set_attn_implementation(implementation)
-    cache = compressed(tiny_llama)
+    cache = hand_out(compressed(tiny_llama))
     more = prompt(2, 5, seed=3)
     with torch.no_grad():
         got = [tiny_llama(ids, past_key_values=cache).logits for ids in (more, more[:, :1])]
@@ -166,6 +176,16 @@ def test_logits_are_those_of_dense_tensors(
         expected = [tiny_llama(ids, past_key_values=cache).logits for ids in (more, more[:, :1])]
     for one, two in zip(got, expected, strict=True):
         assert torch.equal(one, two)
+
+
+def test_only_attention_that_reads_handles_gets_them(tiny_llama: PreTrainedModel) -> None:
+    """The cache follows the model's implementation from step to step, and so does its copy."""
+    cache = compressed(tiny_llama)
+    for one in (cache, copy.deepcopy(cache)):
+        for implementation in ("sdpa", "kvslim", "eager"):
+            tiny_llama.set_attn_implementation(implementation)
+            keys, values = one.compressible[0].update(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16))
+            assert isinstance(keys, Handle) == isinstance(values, Handle) == (implementation == "kvslim")
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "kvslim"])
@@ -180,7 +200,7 @@ def test_a_compiled_model_works(tiny_llama: PreTrainedModel, implementation: str
 
 
 def test_gradients_reach_the_tail(tiny_llama: PreTrainedModel) -> None:
-    layer = compressed(tiny_llama).compressible[0]
+    layer = hand_out(compressed(tiny_llama)).compressible[0]
     new = torch.randn(2, 2, 3, 16, requires_grad=True)
     keys, values = layer.update(new, new)
     (keys.sum() + 2 * values.sum()).backward()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvslim.allocating.lagrangian import Allocation, allocate, allocate_at
 from kvslim.allocating.strategies import STRATEGIES
-from kvslim.attending.families import rope_of
+from kvslim.attending.families import rope_of, text_config
 from kvslim.attending.layout import compressible_layers
 from kvslim.caching.block import Block, ExactBlock
 from kvslim.caching.cells import Cell, gather, take_off
@@ -128,6 +128,7 @@ class JoltCache(CompressedCache):
             rope=rope_of(model) if config.pre_rope else None,
             attention_mask=attention_mask,
         )
+        self.read_by(text_config(model))
         self.config = config
         self.price = price
         """What this cache's last planning says about the next prompt; see the argument."""

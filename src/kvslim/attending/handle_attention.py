@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvslim.caching.handles import KEYS, VALUES, Handle, LayerView
+from kvslim.caching.handles import HANDLE_ATTENTION, KEYS, VALUES, Handle, LayerView
 from kvslim.caching.prefix import CompressedRow, Stretch
 from kvslim.errors import UnsupportedModelError
 
-NAME = "kvslim"
 TILE_TOKENS = 1024
 """Tokens that are dense at a time, at most; fewer when there are so many queries that their scores would be larger."""
 _TILE_SCORES = 1 << 24  # 64 MiB of float32
@@ -37,8 +36,8 @@ _REFUSED = {
 
 def register() -> None:
     """Make ``kvslim`` known to transformers, as an attention and as a mask function; again is harmless."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    AttentionInterface.register(HANDLE_ATTENTION, attention_forward)
+    AttentionMaskInterface.register(HANDLE_ATTENTION, attention_mask)
 
 
 # ---- the mask --------------------------------------------------------------------------------------------------------
@@ -113,8 +112,8 @@ def attention_forward(
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
-                f"The attention implementation {NAME!r} does not know {what} ({name}), which this model asks for. "
-                "Call model.set_attn_implementation('eager'); a compressed cache works with it too."
+                f"The attention implementation {HANDLE_ATTENTION!r} does not know {what} ({name}), which this model asks "
+                "for. Call model.set_attn_implementation('eager'); a compressed cache works with it too."
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     view = _view_of(key, value)

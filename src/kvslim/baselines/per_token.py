@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvslim.attending.families import text_config
 from kvslim.attending.layout import compressible_layers
 from kvslim.caching.block import Block
 from kvslim.caching.cells import Cell, take_off
@@ -43,6 +44,7 @@ class PerTokenCache(CompressedCache):
         if bits not in range(1, 9):
             raise ConfigError(f"bits is a width from 1 to 8, not {bits}.")
         super().__init__(*compressible_layers(model), sinks=sinks, window=window, attention_mask=attention_mask)
+        self.read_by(text_config(model))
         self.bits = bits
 
     @abstractmethod

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 from kvslim.caching.block import Block
 from kvslim.caching.build import Encoded, PrefixBuild
 from kvslim.caching.cells import Cell, Span, coded_stretch, gather, measure, row_extents
+from kvslim.caching.handles import Reader
 from kvslim.caching.layer import CompressedLayer
 from kvslim.caching.prefix import Prefix
 from kvslim.caching.report import CellReport
@@ -119,6 +120,11 @@ class CompressingCache(Cache):
         """Exact tokens behind the prefix."""
         first = self.compressible[0]
         return int(first.keys.shape[-2]) if first.is_initialized else 0
+
+    def read_by(self, config: Any) -> None:
+        """Say whose attention reads this cache: the live configuration of the model's decoder."""
+        for layer in self.compressible:
+            layer.reader = Reader(config)
 
     def _model_layers(self) -> list[int]:
         return [index for index, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]

@@ -74,7 +74,11 @@ class Operation:
 
 
 def flipped(bits: int, size: int) -> Callable[[Any, Any, Cell], float]:
-    """Share of codes that differ; infinite where a code differs by more than one or a scale by more than a step."""
+    """Share of codes that differ under equal scales; infinite where one differs by more than one.
+
+    Also infinite if the scales of more than 1 row in 200 differ by more than a step: a tie while a scale is fitted moves
+    it by some steps.
+    """
 
     def error(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], _: Cell) -> float:
         steps = (ours[1].view(torch.int16).int() - theirs[1].view(torch.int16).int()).abs()
@@ -84,7 +88,8 @@ def flipped(bits: int, size: int) -> Callable[[Any, Any, Cell], float]:
             codes = codes.abs()[steps[slab] == 0]
             differing, count = differing + int((codes > 0).sum()), count + codes.numel()
             widest = max(widest, int(codes.max()))
-        return differing / count if widest <= 1 and int(steps.max()) <= 1 else float("inf")
+        moved = float((steps > 1).double().mean())
+        return differing / count if widest <= 1 and moved <= 0.005 else float("inf")
 
     return error
 

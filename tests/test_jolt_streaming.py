@@ -22,6 +22,8 @@ class Source:
     def __init__(self, cache: JoltCache, rank: int = 6, noise: float = 0.3, seed: int = 0) -> None:
         self.rng, self.cache, self.noise = torch.Generator().manual_seed(seed), cache, noise
         self.rank = rank
+        for layer in cache.compressible:
+            layer.reader = None  # nobody attends here: nothing needs to be rebuilt
         self.turn()
         self.seen: list[list[list[torch.Tensor]]] = [[[], []] for _ in cache.layers]
 

@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,14 +100,15 @@ def relative(ours: Tensor, theirs: Tensor, _: Cell) -> float:
     return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
 
 
-def operations(kernels: dict[str, ModuleType], shape: tuple[int, int, int], widths: list[int]) -> list[Operation]:
+def operations(
+    kernels: dict[str, ModuleType], shape: tuple[int, int, int], widths: list[int], device: str
+) -> list[Operation]:
     """All rows of the table for one shape."""
     slabs, tokens, size = shape
     count, rows = slabs * tokens * size, slabs * tokens
-    freq = 1e4 ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+    freq = 1e4 ** -(torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
     encode, decode = kernels["residual_encode"].residual_encode, kernels["residual_decode"].residual_decode
     turn = kernels["unrotate"].unrotate
-    freq = freq.to("cuda")
     found = []
     for bits in widths:
         stored = count * bits // 8 + 2 * rows
@@ -232,7 +234,7 @@ def sweep(kernels: dict[str, ModuleType], cells: list[Cell], shape: tuple[int, i
     """Print times under other launch shapes, and with lookups at more widths."""
     encode = kernels["residual_encode"]
     compared = encode.COMPARED_BITS
-    for operation in operations(kernels, shape, widths):
+    for operation in operations(kernels, shape, widths, "cuda"):
         module = kernels.get("residual_" + operation.name.split()[0])
         if module is None:
             continue
@@ -285,7 +287,7 @@ def main() -> None:
         print(
             f"{'operation':32} {'us':>8} {'GB/s':>7} {'must move MB':>12} {'reference us':>12} {'error':>9}", flush=True
         )
-        for operation in operations(kernels, shape, args.bits):
+        for operation in operations(kernels, shape, args.bits, args.device):
             row = measure(operation, cells, args.rounds)
             results.append({"shape": list(shape), **row})
             print(
@@ -299,7 +301,9 @@ def main() -> None:
         torch.cuda.empty_cache()
     args.out.mkdir(parents=True, exist_ok=True)
     target = args.out / f"codec-{torch.cuda.get_device_name().lower().replace(' ', '-')}.json"
-    target.write_text(json.dumps({**dataclasses.asdict(Environment.now()), "results": results}, indent=1) + "\n")
+    environment = dataclasses.asdict(Environment.now())
+    environment["versions"]["triton"] = version("triton")
+    target.write_text(json.dumps({**environment, "results": results}, indent=1) + "\n")
     print(target)
 
 

@@ -77,8 +77,8 @@ class Operation:
 def flipped(bits: int, size: int) -> Callable[[Any, Any, Cell], float]:
     """Share of codes that differ under equal scales; infinite where one differs by more than one.
 
-    Also infinite if the scales of more than 1 row in 200 differ by more than a step: a tie while a scale is fitted moves
-    it by some steps.
+    Also infinite if the scales of more than 1 row in 200 differ by more than a step: a tie while a scale is fitted
+    moves it by some steps.
     """
 
     def error(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], _: Cell) -> float:

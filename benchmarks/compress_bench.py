@@ -10,7 +10,9 @@ give none): a low-rank part with energies ~ 1 / rank and white noise. Peaks are 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -112,6 +114,20 @@ class Bench:
             keys, values = (synthetic(heads, self.tokens, self.device, 2 * index + kind) for kind in range(2))
             self.cache.update(keys, values, index)
 
+    def _profile(self, settings: dict[str, Any]) -> None:
+        """Print the kernels and the Python functions that one compression spends most in."""
+        self.filled(**settings)
+        with torch.profiler.profile() as kernels:
+            self.cache.compress()
+            torch.cuda.synchronize()
+        averages = kernels.key_averages()
+        print(averages.table(sort_by="self_cuda_time_total", row_limit=16, max_name_column_width=50))
+        self.filled(**settings)
+        with cProfile.Profile() as calls:
+            self.cache.compress()
+            torch.cuda.synchronize()
+        pstats.Stats(calls).sort_stats("tottime").print_stats(28)
+
     def measure(self, ratio: float, routes: list[str]) -> dict[str, Any]:
         dense = 2 * 2 * len(self.model.model.layers) * SHAPES[self.name][0] * 128 * self.tokens
         prefill = timed(
@@ -144,15 +160,7 @@ class Bench:
                     flush=True,
                 )
                 if self.profile:
-                    self.filled(**settings)
-                    with torch.profiler.profile() as profile:
-                        self.cache.compress()
-                        torch.cuda.synchronize()
-                    print(
-                        profile.key_averages().table(
-                            sort_by="self_cuda_time_total", row_limit=22, max_name_column_width=60
-                        )
-                    )
+                    self._profile(settings)
         settings = {"ratio": ratio, "spectra": routes[0], "pre_rope": False}
         step = timed(
             self.prefill, lambda: self.fresh(lambda: JoltCache(self.model, price=price, **settings)),

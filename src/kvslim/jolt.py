@@ -25,8 +25,8 @@ from kvslim.allocating.lagrangian import Allocation, allocate, allocate_at
 from kvslim.allocating.strategies import STRATEGIES
 from kvslim.attending.families import rope_of, text_config
 from kvslim.attending.layout import compressible_layers
-from kvslim.caching.block import Block, ExactBlock
-from kvslim.caching.cells import Cell, gather, take_off
+from kvslim.caching.block import ExactBlock
+from kvslim.caching.cells import Cell, Coded, gather, take_off
 from kvslim.caching.compressed import CompressedCache
 from kvslim.caching.prefix import CodedStretch
 from kvslim.caching.report import header_bytes, stretch_header_bytes
@@ -62,6 +62,7 @@ class _Planned:
     """A chosen plan with what carrying it out needs."""
 
     plan: CellPlan
+    missed: float = 1.0
     spectra: Hosvd | None = None
     slab: Tensor | None = None
     basis: TuckerResidual | None = None
@@ -78,9 +79,10 @@ class _Offer:
     basis: TuckerResidual | None = None
 
     def planned(self, choice: int) -> _Planned:
-        plan = self.choices.plan(choice)
-        basis = self.basis if plan.inherit else None
-        return _Planned(plan, None if plan.inherit else self.spectra, self.slab, basis)
+        plan, missed = self.choices.plan(choice), self.choices.missed(choice)
+        if plan.inherit:
+            return _Planned(plan, missed, basis=self.basis)
+        return _Planned(plan, missed, self.spectra, self.slab)
 
 
 class JoltCache(CompressedCache):
@@ -225,19 +227,20 @@ class JoltCache(CompressedCache):
             cap = self._cap(slabs, span.tokens)
             inputs = (self._input(cell) for cell in cells)
             found = [(one, None) for one in spectra_of_many(inputs, config.spectra, cap=cap, seed=config.seed)]
+        tables = own_choices([spectra for spectra, _ in found], shape, config.bits, config.levels)
+        large = config.spectra == "exact" and slabs * self.shape.head_dim > _KEEP_VECTORS_BELOW
         offers = []
-        for cell, (spectra, slab) in zip(cells, found, strict=True):
-            choices = own_choices(spectra, shape, config.bits, config.levels).weighted(self._weight(cell))
-            large = config.spectra == "exact" and slabs * self.shape.head_dim > _KEEP_VECTORS_BELOW
+        for cell, (spectra, slab), choices in zip(cells, found, tables, strict=True):
             kept = spectra.without_vectors() if spectra is not None and large else spectra
-            offers.append(_Offer(cell, choices, kept, slab))
+            offers.append(_Offer(cell, choices.weighted(self._weight(cell)), kept, slab))
         return offers
 
     def _input(self, cell: Cell) -> Tensor:
-        """A cell as its spectra are taken; on a GPU in the model's own precision, which the Flash routes multiply."""
-        raw = gather(self.compressible, cell)
-        half = raw.is_cuda and self.config.spectra != "exact"
-        return take_off(raw, cell, self.rope, raw.dtype if half else torch.float32)
+        """A cell as its spectra are taken, and as it is coded."""
+        return self._taken_off(gather(self.compressible, cell), cell)
+
+    def _taken_off(self, raw: Tensor, cell: Cell) -> Tensor:
+        return take_off(raw, cell, self.rope, fits_half=self._fits_half)
 
     def _cap(self, slabs: int, tokens: int) -> int | None:
         """Token directions to look for: all where that is cheap, or as many as FlashJoLT does."""
@@ -346,7 +349,7 @@ class JoltCache(CompressedCache):
         return self.shape.dense_bytes(tokens) / (self.config.budget_bytes or 1)
 
     def _offer_sealed(self, cell: Cell) -> _Offer:
-        x = take_off(gather(self.compressible, cell), cell, self.rope)
+        x = self._input(cell)
         shape = dataclasses.replace(self._shape_of(x.shape[0], x.shape[1]), core_slabs=x.shape[0])
         bits, levels = self.config.bits, self.config.levels
         basis = self._basis_for(cell)
@@ -359,7 +362,7 @@ class JoltCache(CompressedCache):
         if self.config.backbone and (inherited is None or drifted):
             cap = self._cap(x.shape[0], x.shape[1])
             spectra = spectra_of_many([x], self.config.spectra, cap=cap, seed=self.config.seed)[0]
-        choices = own_choices(spectra, shape, bits, levels)
+        (choices,) = own_choices([spectra], shape, bits, levels)
         choices = (choices if inherited is None else choices + inherited).weighted(self._weight(cell))
         return _Offer(cell, choices, spectra, None, basis)
 
@@ -375,19 +378,21 @@ class JoltCache(CompressedCache):
 
     # ---- carrying plans out --------------------------------------------------------------------------------------
 
-    def _encode_cell(self, cell: Cell, raw: Tensor, plan: _Planned) -> tuple[Block, Tensor, str]:
-        heads, levels, seed = self.shape.kv_heads, self.config.levels, self.config.seed
+    def _encode_cell(self, cell: Cell, raw: Tensor, plan: _Planned) -> Coded:
+        words = str(plan.plan)
         if plan.plan.bits == COPY_BITS:
-            return ExactBlock(raw.clone(), heads), raw, str(plan.plan)
-        x = take_off(raw, cell, self.rope)
-        block: TuckerResidual
+            energy = torch.linalg.vector_norm(raw, dtype=torch.float64) ** 2
+            return Coded(cell, ExactBlock(raw.clone(), self.shape.kv_heads), words, energy, 0.0)
+        x = self._taken_off(raw, cell)
+        how: dict[str, Any] = {
+            "kv_heads": self.shape.kv_heads, "levels": self.config.levels, "seed": self.config.seed,
+        }  # fmt: skip
         if plan.basis is not None and plan.basis.factors is not None:
-            block = encode_on(x, plan.basis.factors, plan.plan, kv_heads=heads, levels=levels, seed=seed)
+            made = encode_on(x, plan.basis.factors, plan.plan, plan.missed, **how)
         else:
-            block = encode_cell(
-                x, plan.plan, kv_heads=heads, levels=levels, seed=seed, spectra=plan.spectra, slab=plan.slab
-            )
-        return block, x, str(plan.plan)
+            made = encode_cell(x, plan.plan, spectra=plan.spectra, slab=plan.slab, missed=plan.missed, **how)
+        energy = torch.linalg.vector_norm(x, dtype=torch.float64) ** 2 if plan.spectra is None else plan.spectra.energy
+        return Coded(cell, made.block, words, energy, made.lost)
 
 
 def _by_row(offers: Sequence[_Offer]) -> list[list[_Offer]]:

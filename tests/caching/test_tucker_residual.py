@@ -25,7 +25,7 @@ def decoded(block: TuckerResidual) -> torch.Tensor:
 
 
 def relative_error(x: torch.Tensor, plan: CellPlan) -> float:
-    block = encode_cell(x, plan, kv_heads=x.shape[0], levels="lloyd_max", seed=0)
+    block = encode_cell(x, plan, kv_heads=x.shape[0], levels="lloyd_max", seed=0).block
     return float((decoded(block) - x).norm() / x.norm())
 
 
@@ -45,7 +45,7 @@ def test_planned_bytes_are_the_stored_bytes(
     slabs = layers * heads
     feature_rank = max(1, int(features * feature_share))
     plan = CellPlan(min(token_rank, tokens, slabs * feature_rank), feature_rank, bits)
-    block = encode_cell(torch.randn(slabs, tokens, features), plan, kv_heads=heads, levels="lloyd_max", seed=0)
+    block = encode_cell(torch.randn(slabs, tokens, features), plan, kv_heads=heads, levels="lloyd_max", seed=0).block
     assert storage_bytes(iter_tensors(block)) == cell_bytes(plan, slabs, tokens, features)
     assert decoded(block).shape == (slabs, tokens, features)
 
@@ -72,7 +72,7 @@ def test_the_gain_keeps_any_magnitude_in_float16(scale: float) -> None:
 
 def test_layers_and_crop_agree_with_the_whole() -> None:
     x = low_rank_cell(6, 50, 8)
-    block = encode_cell(x, CellPlan(5, 6, 4), kv_heads=2, levels="lloyd_max", seed=3)
+    block = encode_cell(x, CellPlan(5, 6, 4), kv_heads=2, levels="lloyd_max", seed=3).block
     whole = decoded(block)
     assert torch.equal(block.decode(1), whole[2:4])
     cropped = block.crop(17)
@@ -84,7 +84,7 @@ def test_layers_and_crop_agree_with_the_whole() -> None:
 @pytest.mark.parametrize("value", [0.0, 2.5])
 def test_constant_and_zero_cells(value: float) -> None:
     x = torch.full((2, 30, 8), value)
-    block = encode_cell(x, CellPlan(1, 8, 4), kv_heads=2, levels="lloyd_max", seed=0)
+    block = encode_cell(x, CellPlan(1, 8, 4), kv_heads=2, levels="lloyd_max", seed=0).block
     assert torch.allclose(decoded(block), x, atol=1e-3)
 
 

@@ -42,10 +42,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     scale = b.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)  # float16 has no range to spare
     b = b / scale
     high = b.to(a.dtype)
-    return (_half_product(a, high) + _half_product(a, (b - high).to(a.dtype))) * scale
+    return (half_product(a, high) + half_product(a, (b - high).to(a.dtype))) * scale
 
 
-def _half_product(a: Tensor, b: Tensor) -> Tensor:
+def half_product(a: Tensor, b: Tensor) -> Tensor:
     """Product of half-precision CUDA tensors with float32 accumulation and result."""
     multiply = torch.mm if a.dim() == 2 else torch.bmm
     result: Tensor = multiply(a, b, out_dtype=torch.float32)
@@ -69,7 +69,7 @@ def gram(a: Tensor) -> Tensor:
         for begin in range(0, n, panel):
             left, right = part[:, begin : begin + panel].T, part[:, begin:]
             if half:
-                out[begin : begin + panel, begin:] = _half_product(left, right)
+                out[begin : begin + panel, begin:] = half_product(left, right)
             else:
                 out[begin : begin + panel, begin:].addmm_(left, right)
     for begin in range(panel, n, panel):
@@ -99,7 +99,7 @@ class GramOperator:
         if self._low is None:
             return self._grams @ basis
         high = basis.half()
-        return _half_product(self._grams, high) + _half_product(self._low, high)
+        return half_product(self._grams, high) + half_product(self._low, high)
 
     def precise(self, basis: Tensor) -> Tensor:
         """``G Q`` for an orthonormal ``Q``, with an error of about 1e-6 of its largest column."""
@@ -107,7 +107,7 @@ class GramOperator:
             return self._grams @ basis
         high = basis.half()
         low = ((basis - high) * _HALF_RANGE).half()  # entries of a column of unit length are small numbers
-        return (self(basis) + _half_product(self._grams, low) / _HALF_RANGE) * self._unit
+        return (self(basis) + half_product(self._grams, low) / _HALF_RANGE) * self._unit
 
 
 # ---- orthonormal bases -----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 from kvslim.decomposing import subspace
 from kvslim.decomposing.flash import spectra as spectra_of
 from kvslim.decomposing.hosvd import Hosvd, hosvd, unfold
-from kvslim.decomposing.subspace import on_gpu, product
+from kvslim.decomposing.subspace import half_product, on_gpu, product
 
 __all__ = ["FullTucker", "Hosvd", "TuckerFactors", "full_tucker", "hosvd", "truncate"]
 
@@ -50,7 +50,10 @@ class TuckerFactors:
         if self.feature is not None:
             core = core @ self.feature.to(torch.float32).T
         if on_gpu(self.token) and self.token.dtype != torch.float32:  # token factors are multiplied as they are
-            wide: Tensor = product(self.token, core.transpose(0, 1).flatten(1))
+            flat = core.transpose(0, 1).flatten(1)
+            plain = self.slab is None and self.feature is None and self.core.dtype == self.token.dtype
+            # The core is exact in half precision then, and one product is enough.
+            wide = half_product(self.token, flat.to(self.token.dtype)) if plain else product(self.token, flat)
             slabs: Tensor = wide.unflatten(1, (core.shape[0], core.shape[2])).transpose(0, 1)
             return slabs
         return self.token.to(torch.float32) @ core

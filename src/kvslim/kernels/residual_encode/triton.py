@@ -19,7 +19,13 @@ _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def residual_encode(
-    x: Tensor, backbone: Tensor | None, gain: float, bits: int, kind: LevelKind, seed: int
+    x: Tensor,
+    backbone: Tensor | None,
+    gain: float,
+    bits: int,
+    kind: LevelKind,
+    seed: int,
+    lost: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`kvslim.kernels.residual_encode.residual_encode`."""
     slabs, tokens, size = x.shape
@@ -39,10 +45,11 @@ def residual_encode(
         _encode[(shape.programs(x.device, tiles),)](
             x, taken_off, signs.signs, signs.norms,
             signs.signs if lookup is None else lookup.levels, signs.signs if lookup is None else lookup.indices,
-            codes, scales,
+            codes, scales, scales if lost is None else lost,
             1.0 / gain, signs.norm, tokens, tiles_per_slab, tiles,
             x.stride(0), x.stride(1), taken_off.stride(0), taken_off.stride(1),
             HAS_BACKBONE=backbone is not None,
+            WANT_LOST=lost is not None,
             SIZE=size,
             PADDED=signs.padded,
             ROWS=shape.rows,
@@ -71,9 +78,10 @@ def launch_shape(padded: int) -> LaunchShape:
 
 @triton.jit(do_not_specialize=["tokens", "tiles_per_slab", "tiles"])
 def _encode(
-    x, backbone, signs, norms, cell_levels, cell_indices, codes, scales,
+    x, backbone, signs, norms, cell_levels, cell_indices, codes, scales, lost,
     inverse_gain, norm, tokens, tiles_per_slab, tiles, x_slab, x_token, backbone_slab, backbone_token,
-    HAS_BACKBONE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    HAS_BACKBONE: tl.constexpr, WANT_LOST: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     ROW_BYTES: tl.constexpr, PLANES: tl.constexpr, LEVELS: tl.constexpr, THRESHOLDS: tl.constexpr,
     CELLS: tl.constexpr, CELLS_PER_UNIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -106,6 +114,12 @@ def _encode(
         stored = (scale * unit).to(tl.float16)
         tl.store(scales + slab * tokens + row, stored, mask=exists)
         ratio = magnitude * (unit / tl.maximum(stored.to(tl.float32), _TINY))[:, None]
+        if WANT_LOST:
+            level = _level_of(ratio, cell_levels, LEVELS, THRESHOLDS, CELLS, CELLS_PER_UNIT)
+            gap = magnitude * unit[:, None] - level * stored.to(tl.float32)[:, None]
+            if SIZE < PADDED:
+                gap = tl.where(inside[None, :], gap, 0.0)
+            tl.store(lost + slab * tokens + row, tl.sum(gap * gap, axis=1), mask=exists)
         index = _index_of(ratio, cell_indices, THRESHOLDS, CELLS, CELLS_PER_UNIT)
         half: tl.constexpr = 1 << (BITS - 1)
         code = tl.where(rotated > 0, half + index, half - 1 - index)

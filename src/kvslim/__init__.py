@@ -10,13 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvslim.errors import KvslimError
+from kvslim.version import __version__
 
 if TYPE_CHECKING:
     from kvslim.caching.latent import LatentCache
     from kvslim.jolt import JoltCache, JoltConfig
     from kvslim.palu import PaluConfig, compress
-
-__version__ = "0.1.0"
+    from kvslim.sessions import load_cache, load_session
 
 _HOMES = {
     "JoltCache": "kvslim.jolt",
@@ -24,9 +24,21 @@ _HOMES = {
     "LatentCache": "kvslim.caching.latent",
     "PaluConfig": "kvslim.palu",
     "compress": "kvslim.palu",
+    "load_cache": "kvslim.sessions",
+    "load_session": "kvslim.sessions",
 }
 
-__all__ = ["JoltCache", "JoltConfig", "KvslimError", "LatentCache", "PaluConfig", "__version__", "compress"]
+__all__ = [
+    "JoltCache",
+    "JoltConfig",
+    "KvslimError",
+    "LatentCache",
+    "PaluConfig",
+    "__version__",
+    "compress",
+    "load_cache",
+    "load_session",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -184,8 +184,10 @@ def _finish(
     missed = 1.0
     if factors is not None:
         missed = max(0.0, 1 - float(factors.token.double().square().sum()) / energy) if energy else 0.0
+        # Row-major always: a cache read from disk then decodes bit for bit as the one that was written.
         factors = map_tensors(
-            dataclasses.replace(factors, token=factors.token / gain), lambda part: part.to(torch.float16)
+            dataclasses.replace(factors, token=factors.token / gain),
+            lambda part: part.to(torch.float16, memory_format=torch.contiguous_format),
         )
         rest = rest.sub_(factors.reconstruct())
     residual = rotated.encode(rest, bits, kind=levels, seed=seed) if bits else None

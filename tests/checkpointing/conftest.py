@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,26 +61,25 @@ def compress_quietly(cache: JoltCache) -> None:
         cache.compress()
 
 
-def differences(one: Any, two: Any, path: str = "", seen: dict[int, int] | None = None) -> list[str]:
+def differences(one: Any, two: Any, path: str = "", seen: dict[int, int] | None = None) -> Iterator[str]:
     """Where two values differ: types, numbers, tensors with dtype and strides, and which objects are shared."""
     seen = {} if seen is None else seen
-    if isinstance(one, Rope):
-        return [] if isinstance(two, Rope) and torch.equal(one.inv_freq, two.inv_freq) else [path]
     if type(one) is not type(two):
-        return [f"{path}: {type(one)} and {type(two)}"]
-    if isinstance(one, torch.Tensor):
-        same = one.dtype == two.dtype and one.stride() == two.stride() and torch.equal(one, two)
-        return [] if same else [path]
-    if dataclasses.is_dataclass(one):
-        if seen.setdefault(id(one), id(two)) != id(two):
-            return [f"{path}: shared otherwise"]
-        names = [field.name for field in dataclasses.fields(one)]
-        return [d for n in names for d in differences(getattr(one, n), getattr(two, n), f"{path}.{n}", seen)]
-    if isinstance(one, tuple | list):
-        if len(one) != len(two):
-            return [f"{path}: {len(one)} and {len(two)} entries"]
-        return [d for i, pair in enumerate(zip(one, two, strict=True)) for d in differences(*pair, f"{path}[{i}]", seen)]
-    return [] if one == two else [f"{path}: {one!r} and {two!r}"]
+        yield f"{path}: {type(one)} and {type(two)}"
+    elif isinstance(one, torch.Tensor):
+        alike = one.dtype == two.dtype and (one.stride() == two.stride() or not one.numel())
+        if not alike or not torch.equal(one, two):
+            yield path
+    elif dataclasses.is_dataclass(one):
+        if seen.setdefault(id(one), id(two)) != id(two) and not isinstance(one, Rope):
+            yield f"{path}: shared otherwise"
+        for field in dataclasses.fields(one):
+            yield from differences(getattr(one, field.name), getattr(two, field.name), f"{path}.{field.name}", seen)
+    elif isinstance(one, tuple | list) and len(one) == len(two):
+        for index, pair in enumerate(zip(one, two, strict=True)):
+            yield from differences(*pair, f"{path}[{index}]", seen)
+    elif one != two:
+        yield f"{path}: {one!r} and {two!r}"
 
 
 def contents(cache: JoltCache) -> Any:
@@ -92,7 +92,7 @@ def contents(cache: JoltCache) -> Any:
 
 def assert_same(one: JoltCache, two: JoltCache) -> None:
     """Two caches hold the same, bit for bit, and report the same bytes."""
-    assert not differences(contents(one), contents(two))
+    assert not list(differences(contents(one), contents(two)))
     assert (one.config, one.price) == (two.config, two.price)
     mine, theirs = one.report(), two.report()
     assert dataclasses.replace(mine, tail_nbytes=0) == dataclasses.replace(theirs, tail_nbytes=0)

@@ -55,7 +55,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(s))
+@pytest.mark.parametrize("settings", SETTINGS, ids="-".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_comes_back_bit_for_bit(
     make_tiny: MakeTiny, sessions: SimpleNamespace, tmp_path: Path, settings: dict[str, Any], dtype: torch.dtype
@@ -175,27 +175,34 @@ def test_a_prompt_too_short_to_compress(make_tiny: MakeTiny, sessions: SimpleNam
 
 
 @pytest.mark.parametrize("tokens", [12, 300])  # inside the window of 24, and beyond
-@pytest.mark.parametrize("recording", [False, True])
-def test_sliding_window_layers_go_on(
-    sessions: SimpleNamespace, tmp_path: Path, tokens: int, recording: bool
-) -> None:
+def test_sliding_window_layers_go_on(sessions: SimpleNamespace, tmp_path: Path, tokens: int) -> None:
     model = sessions.hybrid()
     cache = JoltCache(model, ratio=2, sinks=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         out = generate(model, prompt(tokens), cache, 6)
-    if recording:
-        cache.activate_past_recording()
-        out = generate(model, out, cache, 6)
     cache.save(tmp_path / "s", out)
     session = kvslim.load_session(tmp_path / "s", model)
     sessions.assert_same(cache, session.cache)
     assert info(tmp_path / "s").sliding_bytes > 0
-    if recording:
-        for one in (cache, session.cache):
-            one.crop(-3)
-        out = out[:, :-3]
     assert torch.equal(*(generate(model, out, one, 60) for one in (cache, session.cache)))
+
+
+def test_sliding_window_layers_that_keep_candidates_can_still_be_cropped(
+    sessions: SimpleNamespace, tmp_path: Path
+) -> None:
+    model = sessions.hybrid()
+    cache = JoltCache(model, ratio=2)
+    scores(model, prompt(300), cache)
+    cache.activate_past_recording()
+    scores(model, prompt(8, seed=1), cache)
+    cache.save(tmp_path / "s")
+    again = kvslim.load_cache(tmp_path / "s", model)
+    sessions.assert_same(cache, again)
+    for one in (cache, again):
+        one.crop(-6)
+    sessions.assert_same(cache, again)
+    assert torch.equal(*(scores(model, prompt(3, seed=2), one) for one in (cache, again)))
 
 
 CONTINUE = """

@@ -141,8 +141,8 @@ def test_the_description_fits_what_is_set_aside_for_it(
     """The longest that a description gets: yarn, a note, weights and a price for each of 126 layers."""
     rope = {
         "rope_type": "yarn", "rope_theta": 1234567.123456, "factor": 39.99999,
-        "original_max_position_embeddings": 32768, "beta_fast": 32.123456, "beta_slow": 1.1234567, "mscale": 0.707106781,
-        "mscale_all_dim": 1.123456789,
+        "original_max_position_embeddings": 32768, "beta_fast": 32.123456, "beta_slow": 1.1234567,
+        "mscale": 0.707106781, "mscale_all_dim": 1.123456789,
         "attention_factor": 1.13456789012, "partial_rotary_factor": 0.12345678901, "truncate": False,
     }  # fmt: skip
     for layers in (1, 126):

@@ -29,8 +29,6 @@ from kvslim.errors import CacheStateError, ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-HEAD = ("plan", "input_ids", "attention_mask")
-"""The tensors that are read and checked without the rest."""
 _SLIDING = struct.Struct("<QQ?7x")  # tokens seen, tokens held, record_past
 _MASK_DTYPES = (torch.bool, torch.uint8, torch.int32, torch.int64)
 
@@ -134,14 +132,14 @@ def read_session(
         CheckpointError: the file is missing, truncated, was edited, is no session or of a newer format.
         CacheStateError: the session is of another model, dtype, rotation or tokenizer; the message says which.
     """
-    with SessionFile(path, HEAD) as file:
+    with SessionFile(path) as file:
         about = About.of_file(file)
         check_model(path, about, identity_of(model))
         _check_tokenizer(path, about, tokenizer)
         file.check_data()
         try:
             cache = make_cache(about.config_of(file))
-        except ConfigError as error:
+        except (ConfigError, TypeError) as error:  # of values that no JSON writer of ours makes
             raise file.damaged(f"its settings are none ({error})") from error
         device = torch.device(device) if device is not None else model.device
         state = _read_state(file, about, cache, device)

@@ -30,6 +30,10 @@ from kvslim.errors import CheckpointError
 from kvslim.files import reason, replacing
 
 FORMAT_VERSION = 1
+HEAD = ("plan", "input_ids", "attention_mask")
+"""The tensors that are read and checked without the rest."""
+DATA = ("tail", "sliding", "arena")
+"""The others."""
 _KEY, _HEAD, _DATA = "kvslim_session", "head_sha256", "data_sha256"
 _UNKNOWN = "0" * 64
 _LONGEST_JSON = 1 << 24
@@ -134,14 +138,14 @@ class SessionFile:
         CheckpointError: it is missing, truncated, was edited, is no session or of a newer format.
     """
 
-    def __init__(self, path: Path, head: Sequence[str]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._file: BinaryIO = path.open("rb")
         except OSError as error:
             raise CheckpointError(f"The session {path} cannot be read: {reason(error)}.") from error
         try:
-            self._read_head(head)
+            self._read_head()
         except BaseException:
             self._file.close()
             raise
@@ -217,7 +221,7 @@ class SessionFile:
 
     # ---- the head ------------------------------------------------------------------------------------------------
 
-    def _read_head(self, head: Sequence[str]) -> None:
+    def _read_head(self) -> None:
         self.size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._read(8), "little")
         if not 2 <= length <= min(self.size - 8, _LONGEST_JSON):
@@ -236,7 +240,7 @@ class SessionFile:
                 )
             self._data_sha256, digest, about = metadata[_DATA], metadata[_HEAD], metadata["about"]
             self._start = 8 + length
-            self._index(entries, head)
+            self._index(entries)
             self.about = json.loads(about)
         except CheckpointError:
             raise
@@ -247,12 +251,12 @@ class SessionFile:
         if not isinstance(self.about, dict):
             raise self.damaged("it does not say what it is about")
         self.head_sha256 = digest
-        self._small = self._read(sum(self._parts[name].nbytes for name in head if name in self._parts))
+        self._small = self._read(sum(self._parts[name].nbytes for name in HEAD if name in self._parts))
         zeroed = text.replace(digest.encode(), _UNKNOWN.encode(), 1)
         if hashlib.sha256(zeroed + self._small).hexdigest() != digest:
             raise self.damaged("its description was edited")
 
-    def _index(self, entries: dict[str, Any], head: Sequence[str]) -> None:
+    def _index(self, entries: dict[str, Any]) -> None:
         """Where each tensor is: end to end in the order of the JSON, those of the head first, filling the file."""
         self._parts: dict[str, Part] = {}
         self._offsets: dict[str, int] = {}
@@ -264,10 +268,10 @@ class SessionFile:
             if not isinstance(shape, list) or not all(is_count(count, least=0) for count in shape):
                 raise ValueError(f"{name} has no shape")
             part = Part(name, dtype, tuple(shape))
-            if (start, stop) != (at, at + part.nbytes) or (seen_data and name in head):
+            if (start, stop) != (at, at + part.nbytes) or (seen_data and name in HEAD) or name not in HEAD + DATA:
                 raise ValueError(f"{name} is not where it should be")
             self._parts[name], self._offsets[name], at = part, at, stop
-            seen_data = seen_data or name not in head
+            seen_data = seen_data or name in DATA
         if self._start + at != self.size:
             raise self.damaged(f"it has {self.size} bytes and should have {self._start + at}")
 

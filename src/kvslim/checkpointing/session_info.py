@@ -12,7 +12,6 @@ from typing import Any
 
 from kvslim.caching.cells import KINDS
 from kvslim.checkpointing.fingerprint import ModelIdentity
-from kvslim.checkpointing.session import HEAD
 from kvslim.checkpointing.session_about import About
 from kvslim.checkpointing.session_blocks import cell_plan
 from kvslim.checkpointing.session_file import FORMAT_VERSION, SessionFile
@@ -116,7 +115,7 @@ def info(path: str | PathLike[str]) -> SessionInfo:
     Raises:
         CheckpointError: it is missing, truncated, its description was edited, it is no session or of a newer format.
     """
-    with SessionFile(Path(path), HEAD) as file:
+    with SessionFile(Path(path)) as file:
         about = About.of_file(file)
         plan = about.plan_of(file) if about.compressed else None
         sizes = {name: part.nbytes for name, part in file.parts.items()}

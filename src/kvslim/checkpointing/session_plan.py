@@ -22,6 +22,8 @@ from kvslim.errors import CheckpointError
 
 _CELL = struct.Struct("<BBIHHhhddd")
 _EXACT, _FEATURE, _INHERITED, _NEVER = 1, 2, 4, 0xF8  # flags; no writer sets the others
+MOST_POSITIONS = 1 << 30
+"""Rows × columns beyond which a plan is refused: neither is backed by bytes of the file."""
 _WIDEST_GAIN = 1100  # powers of two: beyond what a float64 energy can give
 
 
@@ -134,7 +136,7 @@ class PrefixPlan:
         cursor = _Cursor(data)
         columns, batch_rows, row_count, stretch_count = cursor.take("<4I")
         _require(0 < row_count <= batch_rows and columns > 0, "a prefix without rows or tokens")
-        _require(batch_rows <= len(data) or row_count == 1, "more rows than the plan has bytes")
+        _require(batch_rows * columns <= MOST_POSITIONS, "more rows and columns than anyone has memory for")
         _require(max(row_count, stretch_count) <= len(data), "more parts than the plan has bytes")
         batch: tuple[int, ...] = (0,) * batch_rows
         if row_count > 1:

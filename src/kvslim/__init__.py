@@ -13,14 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvslim.errors import KvslimError
+from kvslim.version import __version__
 
 if TYPE_CHECKING:
     from kvslim.attending.handle_attention import register
     from kvslim.caching.latent import LatentCache
     from kvslim.jolt import JoltCache, JoltConfig
     from kvslim.palu import PaluConfig, compress
-
-__version__ = "0.1.0"
+    from kvslim.sessions import load_cache, load_session
 
 _HOMES = {
     "JoltCache": "kvslim.jolt",
@@ -29,9 +29,22 @@ _HOMES = {
     "PaluConfig": "kvslim.palu",
     "compress": "kvslim.palu",
     "register": "kvslim.attending.handle_attention",
+    "load_cache": "kvslim.sessions",
+    "load_session": "kvslim.sessions",
 }
 
-__all__ = ["JoltCache", "JoltConfig", "KvslimError", "LatentCache", "PaluConfig", "__version__", "compress", "register"]
+__all__ = [
+    "JoltCache",
+    "JoltConfig",
+    "KvslimError",
+    "LatentCache",
+    "PaluConfig",
+    "__version__",
+    "compress",
+    "load_cache",
+    "load_session",
+    "register",
+]
 
 
 def __getattr__(name: str) -> Any:

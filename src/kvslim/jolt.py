@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +42,7 @@ from kvslim.caching.tucker_residual import (
     encode_on,
     projected_tail,
 )
+from kvslim.checkpointing.session import Settings, serialized_bytes, write_session
 from kvslim.decomposing.flash import flash_cap, spectra_of_many
 from kvslim.decomposing.hosvd import Hosvd, hosvd
 from kvslim.decomposing.tucker import leading_slabs
@@ -47,6 +51,7 @@ from kvslim.jolt_config import OUR_BITS, PAPER_BITS, JoltConfig, Price
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as TokenizerBase
 
 __all__ = ["OUR_BITS", "PAPER_BITS", "JoltCache", "JoltConfig", "Price"]
 
@@ -132,6 +137,7 @@ class JoltCache(CompressedCache):
         )
         self.read_by(text_config(model))
         self.config = config
+        self._model = weakref.ref(model)  # what a session belongs to; a cache does not keep its model alive
         self.price = price
         """What this cache's last planning says about the next prompt; see the argument."""
         self._arrives_at = price
@@ -145,6 +151,26 @@ class JoltCache(CompressedCache):
     def _groups(self) -> list[tuple[int, ...]]:
         size, layers = self.config.layer_group, self.shape.layers
         return [tuple(range(first, min(first + size, layers))) for first in range(0, layers, size)]
+
+    # ---- sessions on disk ----------------------------------------------------------------------------------------
+
+    def save(
+        self, path: str | PathLike[str], input_ids: Tensor | None = None, tokenizer: TokenizerBase | None = None
+    ) -> None:
+        """Write the cache to one file, from which :func:`kvslim.load_cache` resumes bit for bit in another process.
+
+        Arguments and errors: see :func:`~kvslim.checkpointing.session.write_session`.
+        """
+        write_session(Path(path), self, self._settings(), input_ids=input_ids, tokenizer=tokenizer)
+
+    @property
+    def serialized_nbytes(self) -> int:
+        """Bytes that :meth:`save` writes for the compressed prefix, without a tokenizer: what the budget covers."""
+        return serialized_bytes(self, self._settings())
+
+    def _settings(self) -> Settings:
+        price = (self.price.per_share, *self.price.shares) if self.price is not None else ()
+        return Settings(self._model(), self.config.to_dict(), price)
 
     # ---- bytes -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kvslim.caching.block import Block
 from kvslim.caching.layer import CompressedLayer
-from kvslim.caching.prefix import CodedStretch, PlacedBlock
+from kvslim.caching.prefix import CodedStretch, PlacedBlock, Prefix
 from kvslim.caching.report import CellReport
 from kvslim.errors import CacheStateError
 from kvslim.kernels.unrotate import unrotate
@@ -132,6 +133,37 @@ def coded_stretch(span: Span, column: int, coded: Sequence[Coded], shape: KVShap
     }
     keys, values = (tuple(placed[slot, kind] for slot in range(shape.layers)) for kind in range(2))
     return CodedStretch(column, span.place, keys, values, rope)
+
+
+def reports_after_crop(
+    reports: Sequence[CellReport], prefix: Prefix | None, model_layers: Sequence[int]
+) -> list[CellReport]:
+    """The reports of what a crop has left; bytes are measured again, errors are those found when it was coded."""
+    kept = []
+    for report in reports:
+        if (stretch := coded_at(prefix, report.row, report.start)) is not None:
+            blocks = (stretch.keys, stretch.values)[KINDS.index(report.kind)]
+            block = blocks[model_layers.index(report.layers[0])].block
+            kept.append(dataclasses.replace(report, nbytes=block.nbytes))
+    return kept
+
+
+def reports_after_select(reports: Sequence[CellReport], before: Prefix, after: Prefix) -> list[CellReport]:
+    """The reports of the stretches that are still there, each under the first row that holds it."""
+    rows = {id(part): index for index, row in reversed([*enumerate(after.rows)]) for part in row.stretches}
+    stretches = [coded_at(before, report.row, report.start) for report in reports]
+    return [
+        dataclasses.replace(report, row=rows[id(stretch)])
+        for report, stretch in zip(reports, stretches, strict=True)
+        if id(stretch) in rows
+    ]
+
+
+def coded_at(prefix: Prefix | None, row: int, place: int) -> CodedStretch | None:
+    """The compressed stretch of batch row ``row`` that begins after ``place`` tokens, if there is one."""
+    stretches = prefix.rows[row].stretches if prefix is not None else ()
+    found = [part for part in stretches if isinstance(part, CodedStretch) and part.place == place]
+    return found[0] if found else None
 
 
 def row_extents(mask: Tensor | None, batch: int, columns: int) -> list[tuple[int, int]]:

@@ -255,8 +255,11 @@ def _finish(
     gain = 2.0 ** (math.ceil(math.log2(energy) / 2) - _HEADROOM) if energy > 0 else 1.0
     backbone = None
     if factors is not None:
+        # Row-major always: a cache read from disk then decodes bit for bit as the one that was written. What is in
+        # half precision already is an earlier block's, and stays shared.
         factors = map_tensors(
-            dataclasses.replace(factors, token=factors.token / gain), lambda part: part.to(torch.float16)
+            dataclasses.replace(factors, token=factors.token / gain),
+            lambda part: part if part.dtype == torch.float16 else part.to(torch.float16).contiguous(),
         )
         backbone = factors.reconstruct()
     residual = None

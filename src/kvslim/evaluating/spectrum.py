@@ -265,7 +265,8 @@ def plot_spectra(results: SpectrumResults, path: Path) -> None:
             kept = [(rank + 1) / one.full for rank in range(one.full)]
             errors = [max(1 - share, 1e-12) ** 0.5 for share in one.share]
             label = f"{one.axis} (full rank {one.full})"
-            axes.plot(kept, errors, color=COLOURS[index], label=label, drawstyle="steps-post")
+            style = ("-", (0, (2, 2)))[index % 2]  # lines that lie on each other stay two
+            axes.plot(kept, errors, color=COLOURS[index], label=label, drawstyle="steps-post", linestyle=style)
         for error in ERRORS:
             axes.axhline(error, color="grey", linestyle=":", linewidth=0.8)
         axes.set(yscale="log", ylim=(1e-3, 1.1), xlim=(0, 1), title=name, xlabel="rank kept, as a fraction of full")

@@ -13,6 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 import torch
+
+# Without a GPU the kernels are tested in Triton's interpreter. Triton reads this at its first import, which may be any
+# of the imports below.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 

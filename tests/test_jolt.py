@@ -1,6 +1,7 @@
 """JoLT as a whole: budgets hold on every shape, more bytes mean less error, bad settings are refused in words."""
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 
@@ -13,9 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from kvslim.allocating.lagrangian import allocate
 from kvslim.attending.families import rope_of
 from kvslim.caching.report import header_bytes
+from kvslim.caching.tucker_choices import CellShape, feature_rank_grid, own_choices, token_rank_grid
 from kvslim.decomposing.tucker import hosvd
 from kvslim.errors import BudgetError, ConfigError, UnsupportedModelError
-from kvslim.jolt import JoltCache, JoltConfig, choices_of, feature_rank_grid, token_rank_grid
+from kvslim.jolt import PAPER_BITS, JoltCache, JoltConfig
 
 MakeTiny = Callable[..., PreTrainedModel]
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
@@ -91,12 +93,13 @@ def test_more_bytes_less_error(make_tiny: MakeTiny) -> None:
 def test_one_budget_beats_equal_shares() -> None:
     """Cells of different difficulty: the joint Lagrangian must gain over giving every cell the same bytes."""
     rng = torch.Generator().manual_seed(4)
-    config, shape = JoltConfig(ratio=4), (2, 300, 32)
+    shape = CellShape(2, 300, 32, core_slabs=2, item_bytes=2)
     easy = torch.randn(300, 3, generator=rng) @ torch.randn(3, 64, generator=rng) + 0.05 * torch.randn(
         300, 64, generator=rng
     )
     hard = torch.randn(300, 64, generator=rng)
-    choices = [choices_of(hosvd(x.unflatten(1, (2, 32)).transpose(0, 1)), shape, config) for x in (easy, hard)]
+    spectra = [hosvd(x.unflatten(1, (2, 32)).transpose(0, 1)) for x in (easy, hard)]
+    choices = [own_choices(one, shape, PAPER_BITS, "lloyd_max") for one in spectra]
     budget = 2 * 2 * 2 * 300 * 32 // 4
     joint = allocate([c.costs for c in choices], [c.errors for c in choices], budget)
     shares = [allocate([c.costs], [c.errors], budget // 2) for c in choices]
@@ -133,7 +136,7 @@ def test_constructing_changes_nothing_on_the_model(make_tiny: MakeTiny) -> None:
 
 def test_choices_cover_pure_quantization_and_pure_rank() -> None:
     x = torch.randn(2, 50, 8)
-    choices = choices_of(hosvd(x), (2, 50, 8), JoltConfig(ratio=2))
+    choices = own_choices(hosvd(x), CellShape(2, 50, 8, 2, 2), PAPER_BITS, "lloyd_max")
     kinds = {(plan.token_rank > 0, plan.bits > 0) for plan in choices.plans}
     assert kinds == {(False, True), (True, False), (True, True)}  # and never nothing
     assert len(choices.plans) == len(choices.costs) == len(choices.errors)
@@ -162,10 +165,10 @@ def test_feature_rank_grid(features: int) -> None:
     [
         ({}, "exactly one of ratio"),
         ({"ratio": 3, "budget_bytes": 5}, "exactly one of ratio"),
-        ({"ratio": 1}, "above 1"),
-        ({"ratio": 0.5}, "above 1"),
-        ({"ratio": float("nan")}, "above 1"),
-        ({"ratio": float("inf")}, "above 1"),
+        ({"ratio": 0.5}, "at least 1"),
+        ({"ratio": float("nan")}, "at least 1"),
+        ({"ratio": float("inf")}, "at least 1"),
+        ({"ratio": 2, "bits": (0, 12)}, "0 to 8"),
         ({"budget_bytes": 0}, "positive"),
         ({"ratio": 2, "bits": (0, 9)}, "0 to 8"),
         ({"ratio": 2, "bits": ()}, "0 to 8"),
@@ -173,8 +176,17 @@ def test_feature_rank_grid(features: int) -> None:
         ({"ratio": 2, "levels": "cubic"}, "lloyd_max, uniform"),
         ({"ratio": 2, "sinks": -1}, "≥ 0"),
         ({"ratio": 2, "sinks": 2.5}, "≥ 0"),
-        ({"ratio": "3"}, "above 1"),
-        ({"ratio": True}, "above 1"),
+        ({"ratio": "3"}, "at least 1"),
+        ({"ratio": True}, "at least 1"),
+        ({"ratio": 2, "seal": 0}, "seal"),
+        ({"ratio": 2, "drift": 0.5}, "drift"),
+        ({"ratio": 2, "weights": (1.0, -1.0)}, "positive"),
+        ({"ratio": 2, "weights": (1.0,)}, "need 4"),
+        ({"ratio": 2, "allocation": "best"}, "joint, uniform, greedy"),
+        ({"ratio": 2, "split": 1.0}, "split"),
+        ({"ratio": 2, "backbone": 1}, "backbone"),
+        ({"ratio": 2, "backbone": False, "bits": (0,)}, "nothing is stored"),
+        ({"ratio": 2, "slab_share": 0}, "slab_share"),
         ({"ratio": 2, "bits": 3}, "several widths"),
         ({"ratio": 2, "pre_rope": "no"}, "true or false"),
         ({"ratio": 2, "seed": "a"}, "seed"),
@@ -199,10 +211,14 @@ def test_config_and_settings_together_are_refused(make_tiny: MakeTiny) -> None:
 def test_budget_below_the_fixed_cost_says_what_it_takes(make_tiny: MakeTiny) -> None:
     model = make_tiny()
     cache = filled(model, JoltCache(model, budget_bytes=900, sinks=4, window=4), 100)
-    with pytest.raises(BudgetError, match="alone take 5312 bytes"):
+    with pytest.raises(BudgetError, match="The least possible is") as refused:
         cache.compress()
     assert cache.prefix is None
     assert cache.get_seq_length() == 100
+    least = int(re.search(r"least possible is (\d+) bytes", str(refused.value))[1])  # type: ignore[index]
+    with pytest.raises(BudgetError, match="least"):
+        filled(model, JoltCache(model, budget_bytes=least - 1, sinks=4, window=4), 100).compress()
+    filled(model, JoltCache(model, budget_bytes=least, sinks=4, window=4), 100).compress()  # and it is enough
 
 
 @pytest.mark.parametrize("tokens", [9, 13, 16, 25])
@@ -241,7 +257,7 @@ def test_one_short_row_does_not_keep_the_batch_exact(make_tiny: MakeTiny) -> Non
     with pytest.warns(UserWarning, match="20 tokens are too few"):
         cache.compress()
     assert cache.prefix is not None
-    assert [row.middle for row in cache.prefix.rows] == [0, 796]
+    assert [row.coded for row in cache.prefix.rows] == [0, 796]
     assert torch.equal(cache.compressible[1].dense()[1][0, :, 780:], exact[0, :, 780:])
     assert "row 0 stays exact" in cache.report().note
 

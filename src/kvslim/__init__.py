@@ -2,6 +2,9 @@
 
 The two methods read top to bottom in :mod:`kvslim.palu` (offline, by the weights) and :mod:`kvslim.jolt` (at run time,
 on the filled cache). Names are loaded on first use, so that ``import kvslim`` itself is quick.
+
+``register()`` makes the attention implementation ``kvslim`` known to transformers. Loading a run-time cache, such as
+``kvslim.JoltCache``, does so too; call it yourself if the implementation is set before that.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvslim.errors import KvslimError
 
 if TYPE_CHECKING:
+    from kvslim.attending.handle_attention import register
     from kvslim.caching.latent import LatentCache
     from kvslim.jolt import JoltCache, JoltConfig
     from kvslim.palu import PaluConfig, compress
@@ -24,9 +28,10 @@ _HOMES = {
     "LatentCache": "kvslim.caching.latent",
     "PaluConfig": "kvslim.palu",
     "compress": "kvslim.palu",
+    "register": "kvslim.attending.handle_attention",
 }
 
-__all__ = ["JoltCache", "JoltConfig", "KvslimError", "LatentCache", "PaluConfig", "__version__", "compress"]
+__all__ = ["JoltCache", "JoltConfig", "KvslimError", "LatentCache", "PaluConfig", "__version__", "compress", "register"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,8 @@
 """JoLT: compress a filled KV cache by partial Tucker factors and a rotated low-bit residual, under one byte budget.
 
-Read top to bottom: the configuration, the choices of a cell, the plan for a sequence, the cache that carries it out.
+Read top to bottom: the cache, its bytes, how a prefill is planned, at once or as it arrives, how later tokens are, how
+plans are carried out. Settings are in :mod:`kvslim.jolt_config`, what a cell can choose from is in
+:mod:`kvslim.caching.tucker_choices`.
 
     prefill → cells (layer group × K/V) → spectra → one Lagrangian over ranks and bits → factors + packed residual
 
@@ -12,127 +14,73 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from kvslim.allocating.lagrangian import FloatArray, IntArray, allocate
+from kvslim.allocating.lagrangian import Allocation, allocate, allocate_at
+from kvslim.allocating.strategies import STRATEGIES
 from kvslim.attending.families import rope_of
 from kvslim.attending.layout import compressible_layers
-from kvslim.caching.block import Block
-from kvslim.caching.compressed import Cell, CompressedCache, Middle
-from kvslim.caching.report import header_bytes
-from kvslim.caching.tucker_residual import CellPlan, cell_bytes, encode_cell
-from kvslim.config import JsonConfig, is_count, is_flag, is_list, is_number
-from kvslim.decomposing.tucker import Hosvd, hosvd
+from kvslim.caching.block import Block, ExactBlock
+from kvslim.caching.cells import Cell, gather, take_off
+from kvslim.caching.compressed import CompressedCache
+from kvslim.caching.prefix import CodedStretch
+from kvslim.caching.report import header_bytes, stretch_header_bytes
+from kvslim.caching.tucker_choices import CellChoices, CellShape, inherited_choices, own_choices
+from kvslim.caching.tucker_residual import (
+    COPY_BITS,
+    CellPlan,
+    TuckerResidual,
+    encode_cell,
+    encode_on,
+    projected_tail,
+)
+from kvslim.decomposing.flash import flash_cap, spectra_of_many
+from kvslim.decomposing.hosvd import Hosvd, hosvd
+from kvslim.decomposing.tucker import leading_slabs
 from kvslim.errors import BudgetError, ConfigError
-from kvslim.quantizing.codebook import LEVEL_KINDS, LevelKind
-from kvslim.quantizing.rotated import distortion
+from kvslim.jolt_config import OUR_BITS, PAPER_BITS, JoltConfig, Price
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["OUR_BITS", "PAPER_BITS", "JoltCache", "JoltConfig", "Price"]
+
 _SHORT = 256  # tokens below which a prompt that cannot meet its ratio stays exact rather than being refused
-_KEEP_VECTORS_BELOW = 1024  # slabs × features up to which a cell's singular vectors wait for the second pass
+_KEEP_VECTORS_BELOW = 1024  # slabs × features up to which exact singular vectors wait for the second pass
+_ALL_BELOW = 256  # slabs × features up to which all directions are looked for
+_STEERED = 0.75  # share of the layer groups that follow the price when they arrive one by one; the rest repair
+_LEEWAY = 1.3  # a group that arrives may take so many times its expected share
 
 
 @dataclass(frozen=True)
-class JoltConfig(JsonConfig):
-    """Settings of :class:`JoltCache`. The defaults are the paper's preset.
+class _Planned:
+    """A chosen plan with what carrying it out needs."""
 
-    Attributes:
-        ratio: bf16 bytes over measured bytes of the compressed prefix, above 1. Give this or ``budget_bytes``.
-        budget_bytes: bytes for the compressed prefix of the whole batch, shared by rows in proportion to their tokens.
-        bits: residual widths to choose from.
-        layer_group: consecutive layers per cell.
-        sinks: first tokens kept exact, and charged.
-        window: last prefilled tokens kept exact, and charged.
-        pre_rope: take the rotary embedding off the keys before compressing, and put it back on decoding.
-        levels: codebook of the residual, ``lloyd_max`` or ``uniform``.
-        seed: seed of the residual's rotation.
-    """
-
-    ratio: float | None = None
-    budget_bytes: int | None = None
-    bits: tuple[int, ...] = (0, 2, 4, 8)
-    layer_group: int = 1
-    sinks: int = 4
-    window: int = 0
-    pre_rope: bool = True
-    levels: LevelKind = "lloyd_max"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not is_list(self.bits):
-            raise ConfigError(f"bits are several widths from 0 to 8, such as (0, 2, 4, 8), not {self.bits!r}.")
-        object.__setattr__(self, "bits", tuple(sorted(set(self.bits))))
-        if (self.ratio is None) == (self.budget_bytes is None):
-            raise ConfigError("Give exactly one of ratio (e.g. ratio=3) and budget_bytes.")
-        if self.ratio is not None and not (is_number(self.ratio) and self.ratio > 1):
-            raise ConfigError(f"ratio must be above 1 (bf16 bytes over compressed bytes), not {self.ratio!r}.")
-        if self.budget_bytes is not None and not is_count(self.budget_bytes):
-            raise ConfigError(f"budget_bytes must be a positive integer, not {self.budget_bytes!r}.")
-        if not self.bits or any(not is_count(bits, least=0) or bits > 8 for bits in self.bits):
-            raise ConfigError(f"bits are widths from 0 to 8, not {self.bits!r}.")
-        if not is_count(self.layer_group):
-            raise ConfigError(f"layer_group is a number of layers ≥ 1, not {self.layer_group!r}.")
-        if not (is_count(self.sinks, least=0) and is_count(self.window, least=0)):
-            raise ConfigError(f"sinks and window are token counts ≥ 0, not {self.sinks!r} and {self.window!r}.")
-        if not is_flag(self.pre_rope) or not is_count(self.seed, least=0):
-            raise ConfigError(f"pre_rope is true or false, seed an integer ≥ 0, not {self.pre_rope!r}, {self.seed!r}.")
-        if self.levels not in LEVEL_KINDS:
-            raise ConfigError(f"levels is one of {', '.join(LEVEL_KINDS)}, not {self.levels!r}.")
-
-
-# ---- what a cell can choose from -----------------------------------------------------------------------------------
-
-
-def token_rank_grid(most: int) -> list[int]:
-    """Token ranks to try: every one up to 32, then steps of about 4 %, up to ``most``."""
-    ranks = list(range(min(most, 32) + 1))
-    while ranks[-1] < most:
-        ranks.append(min(most, ranks[-1] + max(1, ranks[-1] // 24)))
-    return ranks
-
-
-def feature_rank_grid(features: int) -> list[int]:
-    """Feature ranks to try: untruncated, and multiples of an eighth below."""
-    return sorted({features} | {max(1, features * eighths // 8) for eighths in range(1, 8)})
+    plan: CellPlan
+    spectra: Hosvd | None = None
+    slab: Tensor | None = None
+    basis: TuckerResidual | None = None
 
 
 @dataclass(frozen=True)
-class CellChoices:
-    """All plans of one cell with what each costs and loses. The three sequences run in parallel."""
+class _Offer:
+    """One cell before the allocation: what it can choose from, and what carrying a choice out will need."""
 
-    plans: list[CellPlan]
-    costs: IntArray
-    errors: FloatArray
+    cell: Cell
+    choices: CellChoices
+    spectra: Hosvd | None = None
+    slab: Tensor | None = None
+    basis: TuckerResidual | None = None
 
-
-def choices_of(spectra: Hosvd, shape: tuple[int, int, int], config: JoltConfig) -> CellChoices:
-    """Enumerate ranks and bits for a cell of ``shape`` (slabs, tokens, features).
-
-    The relative squared error of a choice is ``ε²(b) · τ(r_T, r_d)``: the tail that the truncation leaves, times what
-    the residual codec loses of it.
-    """
-    slabs, tokens, features = shape
-    tail = spectra.tail().cpu().numpy()
-    loss = {bits: distortion(bits, features, config.levels) for bits in config.bits}
-    plans, errors = [], []
-    for token_rank in token_rank_grid(tail.shape[0] - 1):
-        for feature_rank in feature_rank_grid(features) if token_rank else [features]:
-            for bits in config.bits:
-                if not token_rank and not bits:
-                    continue  # a cell is never dropped altogether
-                plans.append(CellPlan(token_rank, feature_rank, bits))
-                errors.append(loss[bits] * tail[token_rank, feature_rank])
-    costs = [cell_bytes(plan, slabs, tokens, features) for plan in plans]
-    return CellChoices(plans, np.array(costs, dtype=np.int64), np.array(errors))
-
-
-# ---- the cache -------------------------------------------------------------------------------------------------------
+    def planned(self, choice: int) -> _Planned:
+        plan = self.choices.plans[choice]
+        basis = self.basis if plan.inherit else None
+        return _Planned(plan, None if plan.inherit else self.spectra, self.slab, basis)
 
 
 class JoltCache(CompressedCache):
@@ -140,18 +88,21 @@ class JoltCache(CompressedCache):
 
     ``JoltCache(model, ratio=3)`` or ``JoltCache(model, JoltConfig(...))``. Constructing it changes nothing on the
     model. Each row of the batch is planned on its own, so its result does not depend on its neighbours. Sliding-window
-    layers stay exact and outside the ratio.
+    layers stay exact and outside the ratio. Tokens that come later are exact until ``seal`` of them are there.
 
     Args:
         model: a transformers model of a supported family; only its configuration and rotary frequencies are read.
         config: settings; keyword arguments build one.
         attention_mask: ``(batch, columns)`` of the prompt for padded batches: padding is then not stored.
+        price: :attr:`price` of an earlier cache of this model and ratio. Each layer group of a prefill in one piece is
+            then compressed as it arrives, so that the dense cache of all layers is never in memory; the last quarter
+            of the groups makes the budget come out. Without it the whole prefill is planned at once.
 
     Raises:
         ConfigError: a setting is out of range or unknown.
         UnsupportedModelError: no row for this model, or its rotary frequencies change with length (use
             ``pre_rope=False`` then).
-        BudgetError: on compression, when the budget is below the least cost. A short row for which a ``ratio`` leaves
+        BudgetError: on compression, when the budget is below the least cost. A short row for which a ratio leaves
             next to nothing beside its exact tokens stays exact instead, with a warning and a note in the report.
         NonFiniteError: on compression, when a layer holds NaN or Inf.
     """
@@ -162,6 +113,7 @@ class JoltCache(CompressedCache):
         config: JoltConfig | None = None,
         *,
         attention_mask: Tensor | None = None,
+        price: Price | None = None,
         **settings: Any,
     ) -> None:
         if config is None:
@@ -172,10 +124,26 @@ class JoltCache(CompressedCache):
             *compressible_layers(model),
             sinks=config.sinks,
             window=config.window,
+            seal=config.seal,
             rope=rope_of(model) if config.pre_rope else None,
             attention_mask=attention_mask,
         )
         self.config = config
+        self.price = price
+        """What this cache's last planning says about the next prompt; see the argument."""
+        self._arrives_at = price
+        self._left: dict[int, int] = {}  # bytes that arriving groups have left, per row
+        groups = len(self._groups())
+        if config.weights is not None and len(config.weights) != 2 * groups:
+            raise ConfigError(f"weights has {len(config.weights)} entries; {groups} layer groups need {2 * groups}.")
+        if price is not None and len(price.shares) != groups:
+            raise ConfigError(f"price is for {len(price.shares)} layer groups, this cache has {groups}.")
+
+    def _groups(self) -> list[tuple[int, ...]]:
+        size, layers = self.config.layer_group, self.shape.layers
+        return [tuple(range(first, min(first + size, layers))) for first in range(0, layers, size)]
+
+    # ---- bytes -------------------------------------------------------------------------------------------------
 
     def _why_exact(self, tokens: int) -> str | None:
         """Also a short prompt whose exact tokens would take more than half of what its ratio allows.
@@ -191,69 +159,242 @@ class JoltCache(CompressedCache):
             f"{tokens} tokens are too few for a ratio of {self.config.ratio:g}: sinks, window and header would take "
             "more than half of its bytes"
         )
-        warnings.warn(f"JoltCache: {why}; the prompt stays exact.", stacklevel=5)
+        warnings.warn(f"JoltCache: {why}; the prompt stays exact.", stacklevel=6)
         return why
 
     def _allowed(self, tokens: int) -> int:
         """Bytes that the ratio allows for ``tokens`` tokens."""
         return int(self.shape.dense_bytes(tokens) / (self.config.ratio or 1))
 
+    @property
+    def _item_bytes(self) -> int:
+        first = self.compressible[0]
+        return first.keys.element_size() if first.is_initialized else 2
+
     def _fixed_bytes(self, tokens: int) -> int:
         """Bytes of a row's sinks, window and header."""
         exact = min(tokens, self.n_sinks + self.n_window)
-        item_bytes = self.compressible[0].keys.element_size()
-        return self.shape.dense_bytes(exact) * item_bytes // 2 + header_bytes(2 * len(self._groups()))
+        return self.shape.dense_bytes(exact) * self._item_bytes // 2 + header_bytes(2 * len(self._groups()))
 
-    def _encode(self, middles: list[Middle]) -> list[list[tuple[Cell, Block, str]]]:
-        """Plan every row before any is encoded, so that a budget that cannot be met fails early."""
-        tokens = [middle.row_tokens for middle in middles]
-        planned = [self._plan(m, self._budget(m, sum(tokens))) if m.tokens else [] for m in middles]
-        return [[self._encode_cell(*cell) for cell in row] for row in planned]
-
-    def _budget(self, middle: Middle, all_tokens: int) -> int:
+    def _budget(self, row: int, tokens: int, all_tokens: int, least: int) -> int:
         """Bytes for the cells of one row: the user's budget less exact sinks and window, and the header."""
-        tokens = middle.row_tokens
         if self.config.budget_bytes is not None:
             total = self.config.budget_bytes * tokens // all_tokens
         else:
             total = self._allowed(tokens)
         fixed = self._fixed_bytes(tokens)
-        if fixed > total:
+        if fixed + least > total:
             raise BudgetError(
-                f"Row {middle.row} has {tokens} tokens and a budget of {total} bytes, but its {tokens - middle.tokens} "
-                f"exact tokens (sinks and window) and the header alone take {fixed} bytes. Give it more than that: "
-                "lower the ratio, the sinks or the window."
+                f"Row {row} has {tokens} tokens and a budget of {total} bytes. The least possible is {fixed + least} "
+                f"bytes: {fixed} for its exact tokens (sinks and window) and the header, {least} for the rest. Raise "
+                "the budget to that, or lower the ratio, the sinks or the window."
             )
         return total - fixed
 
-    def _groups(self) -> list[tuple[int, ...]]:
-        size, layers = self.config.layer_group, self.shape.layers
-        return [tuple(range(first, min(first + size, layers))) for first in range(0, layers, size)]
+    # ---- planning a prefill --------------------------------------------------------------------------------------
 
-    def _plan(self, middle: Middle, budget: int) -> list[tuple[Cell, CellPlan, Hosvd]]:
-        """First pass over a row: the spectra of every cell, then one allocation over all of them."""
-        cells, spectra, choices = [], [], []
-        for layers in self._groups():
-            for kind in range(2):
-                cells.append(Cell(middle, layers, kind))
-                x = self._cell_tensor(cells[-1])
-                found = hosvd(x)
-                choices.append(choices_of(found, (x.shape[0], x.shape[1], x.shape[2]), self.config))
-                keep = x.shape[0] * x.shape[2] <= _KEEP_VECTORS_BELOW
-                spectra.append(found if keep else dataclasses.replace(found, token_vectors=None))
-        result = allocate([c.costs for c in choices], [c.errors for c in choices], budget)
-        plans = [choice.plans[index] for choice, index in zip(choices, result.choices, strict=True)]
-        return list(zip(cells, plans, spectra, strict=True))
+    def _plan(self, cells: list[Cell]) -> dict[Cell, Any]:
+        """Two passes, the first over everything: spectra of every cell, then one allocation per row."""
+        rows = _by_row(self._offers(cells))
+        all_tokens = sum(row[0].cell.span.row_tokens for row in rows)
+        planned: dict[Cell, Any] = {}
+        for row in rows:
+            budget = self._row_budget(row, all_tokens)
+            result = self._allocate(row, budget)
+            planned |= {offer.cell: offer.planned(c) for offer, c in zip(row, result.choices, strict=True)}
+            self.price = self._price_of(row, result, budget)
+        return planned
 
-    def _encode_cell(self, cell: Cell, plan: CellPlan, spectra: Hosvd) -> tuple[Cell, Block, str]:
-        """Second pass: carry the plan out."""
-        block = encode_cell(
-            self._cell_tensor(cell),
-            plan,
-            kv_heads=self.shape.kv_heads,
-            levels=self.config.levels,
-            seed=self.config.seed,
-            spectra=spectra,
-        )
-        words = f"ranks {plan.token_rank} x {plan.feature_rank}, residual {plan.bits} bit"
-        return cell, block, words
+    def _offers(self, cells: Sequence[Cell]) -> list[_Offer]:
+        """The spectra of cells of the prefill, and their choices. Cells of one shape are decomposed together."""
+        by_shape: dict[tuple[int, int], list[Cell]] = {}
+        for cell in cells:
+            by_shape.setdefault((len(cell.layers), cell.span.tokens), []).append(cell)
+        offers = {offer.cell: offer for alike in by_shape.values() for offer in self._offers_alike(alike)}
+        return [offers[cell] for cell in cells]
+
+    def _offers_alike(self, cells: Sequence[Cell]) -> list[_Offer]:
+        span, config = cells[0].span, self.config
+        slabs = len(cells[0].layers) * self.shape.kv_heads
+        shape = self._shape_of(slabs, span.tokens)
+        found: list[tuple[Hosvd | None, Tensor | None]] = [(None, None)] * len(cells)
+        if shape.core_slabs < slabs:
+            found = [self._slab_spectra(self._input(cell), shape.core_slabs) for cell in cells]
+        elif config.backbone:
+            cap = self._cap(slabs, span.tokens)
+            inputs = (self._input(cell) for cell in cells)
+            found = [(one, None) for one in spectra_of_many(inputs, config.spectra, cap=cap, seed=config.seed)]
+        offers = []
+        for cell, (spectra, slab) in zip(cells, found, strict=True):
+            choices = own_choices(spectra, shape, config.bits, config.levels).weighted(self._weight(cell))
+            large = config.spectra == "exact" and slabs * self.shape.head_dim > _KEEP_VECTORS_BELOW
+            kept = spectra.without_vectors() if spectra is not None and large else spectra
+            offers.append(_Offer(cell, choices, kept, slab))
+        return offers
+
+    def _input(self, cell: Cell) -> Tensor:
+        """A cell as its spectra are taken; on a GPU in the model's own precision, which the Flash routes multiply."""
+        raw = gather(self.compressible, cell)
+        half = raw.is_cuda and self.config.spectra != "exact"
+        return take_off(raw, cell, self.rope, raw.dtype if half else torch.float32)
+
+    def _cap(self, slabs: int, tokens: int) -> int | None:
+        """Token directions to look for: all where that is cheap, or as many as FlashJoLT does."""
+        if self.config.spectra == "exact" or slabs * self.shape.head_dim <= _ALL_BELOW:
+            return min(tokens, slabs * self.shape.head_dim)
+        return flash_cap(tokens, self.config.ratio or 4.0)
+
+    def _slab_spectra(self, x: Tensor, count: int) -> tuple[Hosvd, Tensor]:
+        """Exact spectra after the mode of heads and layers is truncated to ``count``, and that mode's basis."""
+        x = x.to(torch.float32)
+        slab = leading_slabs(x, count)
+        spectra = hosvd(torch.einsum("mtd,mk->ktd", x, slab))
+        return dataclasses.replace(spectra, energy=float(x.double().square().sum())), slab
+
+    def _shape_of(self, slabs: int, tokens: int) -> CellShape:
+        core_slabs = max(1, int(slabs * self.config.slab_share))
+        return CellShape(slabs, tokens, self.shape.head_dim, core_slabs, self._item_bytes)
+
+    def _weight(self, cell: Cell) -> float:
+        if self.config.weights is None:
+            return 1.0
+        return self.config.weights[2 * (cell.layers[0] // self.config.layer_group) + cell.kind]
+
+    def _row_budget(self, row: Sequence[_Offer], all_tokens: int) -> int:
+        span = row[0].cell.span
+        return self._budget(span.row, span.row_tokens, all_tokens, _least(row))
+
+    def _allocate(self, row: Sequence[_Offer], budget: int) -> Allocation:
+        """Share ``budget`` bytes among the cells of one row."""
+        share = STRATEGIES[self.config.allocation]
+        if self.config.split is None:
+            return share([o.choices.costs for o in row], [o.choices.errors for o in row], budget)
+        chosen: dict[Cell, int] = {}
+        parts = []
+        for kind, part in enumerate((self.config.split, 1 - self.config.split)):
+            of_kind = [offer for offer in row if offer.cell.kind == kind]
+            costs, errors = [o.choices.costs for o in of_kind], [o.choices.errors for o in of_kind]
+            parts.append(share(costs, errors, int(part * budget)))
+            chosen |= {o.cell: c for o, c in zip(of_kind, parts[-1].choices, strict=True)}
+        choices = tuple(chosen[offer.cell] for offer in row)
+        return Allocation(choices, sum(p.cost for p in parts), sum(p.error for p in parts), max(p.price for p in parts))
+
+    def _price_of(self, row: Sequence[_Offer], result: Allocation, budget: int) -> Price:
+        spent = dict.fromkeys(self._groups(), 1.0)  # a share is never zero
+        for offer, choice in zip(row, result.choices, strict=True):
+            spent[offer.cell.layers] += float(offer.choices.costs[choice])
+        total = sum(spent.values())
+        return Price(result.price * budget, tuple(cost / total for cost in spent.values()))
+
+    # ---- planning layers as they arrive --------------------------------------------------------------------------
+
+    def _compresses_on_arrival(self) -> bool:
+        return self._arrives_at is not None
+
+    def _plan_arrived(self, cells: list[Cell], group: int) -> dict[Cell, Any]:
+        """One layer group: at the known price at first, then so that the row's budget comes out."""
+        assert self._arrives_at is not None  # or nothing would arrive
+        shares = self._arrives_at.shares
+        rows = _by_row(self._offers(cells))
+        all_tokens = sum(row[0].cell.span.row_tokens for row in rows)
+        planned: dict[Cell, Any] = {}
+        for row in rows:
+            index = row[0].cell.span.row
+            if group == 0:
+                self._left[index] = self._row_budget(row, all_tokens)
+            left = self._left[index]
+            fair = int(left * shares[group] / sum(shares[group:]))
+            result = self._steer(row, fair, left / sum(shares[group:]), steered=group < _STEERED * len(shares))
+            self._left[index] = left - result.cost
+            planned |= {offer.cell: offer.planned(c) for offer, c in zip(row, result.choices, strict=True)}
+        return planned
+
+    def _steer(self, row: Sequence[_Offer], fair: int, budget: float, *, steered: bool) -> Allocation:
+        """Spend ``fair`` bytes, or in ``steered`` groups what the price says, up to some leeway."""
+        costs, errors = [o.choices.costs for o in row], [o.choices.errors for o in row]
+        if steered and self._arrives_at is not None:
+            result = allocate_at(costs, errors, self._arrives_at.per_share / budget)
+            if fair / _LEEWAY <= result.cost <= fair * _LEEWAY:
+                return result
+        return allocate(costs, errors, max(fair, _least(row)))
+
+    # ---- planning later tokens -----------------------------------------------------------------------------------
+
+    def _plan_seal(self, cells: list[Cell]) -> dict[Cell, Any]:
+        """Later tokens under the same ratio: on the basis that is there, on a new one if it has drifted, or on none."""
+        planned: dict[Cell, Any] = {}
+        for row in _by_row([self._offer_sealed(cell) for cell in cells]):
+            tokens = row[0].cell.span.tokens
+            allowed = int(self.shape.dense_bytes(tokens) / self._sealed_ratio())
+            budget = allowed - stretch_header_bytes(2 * len(self._groups()))
+            if budget < (least := _least(row)):
+                raise BudgetError(
+                    f"{tokens} later tokens have {allowed} bytes; {allowed - budget + least} are the least. "
+                    "Seal more tokens together, or lower the ratio."
+                )
+            result = allocate([o.choices.costs for o in row], [o.choices.errors for o in row], budget)
+            planned |= {offer.cell: offer.planned(c) for offer, c in zip(row, result.choices, strict=True)}
+        return planned
+
+    def _sealed_ratio(self) -> float:
+        if self.config.ratio is not None:
+            return self.config.ratio
+        prefix = self.prefix
+        rows = {id(row): row for row in prefix.rows}.values() if prefix is not None else ()
+        tokens = sum(row.length for row in rows)
+        return self.shape.dense_bytes(tokens) / (self.config.budget_bytes or 1)
+
+    def _offer_sealed(self, cell: Cell) -> _Offer:
+        x = take_off(gather(self.compressible, cell), cell, self.rope)
+        shape = dataclasses.replace(self._shape_of(x.shape[0], x.shape[1]), core_slabs=x.shape[0])
+        bits, levels = self.config.bits, self.config.levels
+        basis = self._basis_for(cell)
+        spectra: Hosvd | None = None
+        inherited: CellChoices | None = None
+        if basis is not None and basis.factors is not None:
+            tail = projected_tail(x, basis.factors)
+            inherited = inherited_choices(tail, basis.factors.core.shape[2], shape, bits, levels)
+            drifted = float(tail[-1]) > self.config.drift * basis.missed
+        if self.config.backbone and (inherited is None or drifted):
+            cap = self._cap(x.shape[0], x.shape[1])
+            spectra = spectra_of_many([x], self.config.spectra, cap=cap, seed=self.config.seed)[0]
+        choices = own_choices(spectra, shape, bits, levels)
+        choices = (choices if inherited is None else choices + inherited).weighted(self._weight(cell))
+        return _Offer(cell, choices, spectra, None, basis)
+
+    def _basis_for(self, cell: Cell) -> TuckerResidual | None:
+        """The newest block of the row that owns a basis for this cell."""
+        assert self.prefix is not None  # only then are there later tokens
+        for stretch in reversed(self.prefix.rows[cell.span.row].stretches):
+            if isinstance(stretch, CodedStretch):
+                block = (stretch.keys, stretch.values)[cell.kind][cell.layers[0]].block
+                if isinstance(block, TuckerResidual) and block.factors is not None and not block.inherited:
+                    return block
+        return None
+
+    # ---- carrying plans out --------------------------------------------------------------------------------------
+
+    def _encode_cell(self, cell: Cell, raw: Tensor, plan: _Planned) -> tuple[Block, Tensor, str]:
+        heads, levels, seed = self.shape.kv_heads, self.config.levels, self.config.seed
+        if plan.plan.bits == COPY_BITS:
+            return ExactBlock(raw.clone(), heads), raw, str(plan.plan)
+        x = take_off(raw, cell, self.rope)
+        block: TuckerResidual
+        if plan.basis is not None and plan.basis.factors is not None:
+            block = encode_on(x, plan.basis.factors, plan.plan, kv_heads=heads, levels=levels, seed=seed)
+        else:
+            block = encode_cell(
+                x, plan.plan, kv_heads=heads, levels=levels, seed=seed, spectra=plan.spectra, slab=plan.slab
+            )
+        return block, x, str(plan.plan)
+
+
+def _by_row(offers: Sequence[_Offer]) -> list[list[_Offer]]:
+    rows: dict[int, list[_Offer]] = {}
+    for offer in offers:
+        rows.setdefault(offer.cell.span.row, []).append(offer)
+    return list(rows.values())
+
+
+def _least(row: Sequence[_Offer]) -> int:
+    return sum(int(offer.choices.costs.min()) for offer in row)

@@ -205,7 +205,7 @@ def test_equal_rows_are_encoded_once(make_tiny: MakeTiny) -> None:
     assert cache.prefix is not None
     assert len({id(row) for row in cache.prefix.rows}) == 1
     assert cache.report().prefix_tokens == 300
-    assert 3 <= cache.report().ratio < 3.3
+    assert 3 <= cache.report().ratio < 3.5
 
 
 def test_assisted_decoding_and_prompt_lookup_compress_too(make_tiny: MakeTiny) -> None:
@@ -328,7 +328,7 @@ def test_short_row_beside_a_long_one(make_tiny: MakeTiny) -> None:
     cache = JoltCache(model, budget_bytes=NEAR_LOSSLESS, sinks=4, window=8, attention_mask=mask)
     assert torch.equal(greedy(model, ids, cache, attention_mask=mask), greedy(model, ids, attention_mask=mask))
     assert cache.prefix is not None
-    assert [row.middle for row in cache.prefix.rows] == [48, 0]
+    assert [row.coded for row in cache.prefix.rows] == [48, 0]
 
 
 def test_state_errors(make_tiny: MakeTiny) -> None:

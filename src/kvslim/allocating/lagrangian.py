@@ -47,8 +47,8 @@ def allocate(costs: Sequence[IntArray], errors: Sequence[FloatArray], budget: in
     Raises:
         BudgetError: even the cheapest choice of every cell exceeds the budget; the message names that least budget.
     """
-    cells = [_Frontier(cost, error) for cost, error in zip(costs, errors, strict=True)]
-    least = sum(int(cell.cost[0]) for cell in cells)
+    cells = [Frontier(cost, error) for cost, error in zip(costs, errors, strict=True)]
+    least = least_cost(costs)
     if least > budget:
         raise BudgetError(f"The budget of {budget} bytes is below the least possible, {least} bytes. Raise it to that.")
     price, chosen = _bisect(cells, budget)
@@ -61,7 +61,19 @@ def allocate(costs: Sequence[IntArray], errors: Sequence[FloatArray], budget: in
     )
 
 
-class _Frontier:
+def least_cost(costs: Sequence[IntArray]) -> int:
+    """Bytes of the cheapest choice of every cell together."""
+    return sum(int(cost.min()) for cost in costs)
+
+
+def allocate_at(costs: Sequence[IntArray], errors: Sequence[FloatArray], price: float) -> Allocation:
+    """The best choice of every cell on its own at ``price`` (error per byte), without a budget."""
+    chosen = [int(np.argmin(error + price * cost)) for cost, error in zip(costs, errors, strict=True)]
+    pairs = list(zip(costs, errors, chosen, strict=True))
+    return Allocation(tuple(chosen), sum(int(c[i]) for c, _, i in pairs), float(sum(e[i] for _, e, i in pairs)), price)
+
+
+class Frontier:
     """The choices of one cell that no other choice beats: cost rising, error falling. ``index`` maps back."""
 
     def __init__(self, cost: IntArray, error: FloatArray) -> None:
@@ -73,15 +85,15 @@ class _Frontier:
         self.error = error[self.index].astype(np.float64)
 
 
-def _at_price(cells: list[_Frontier], price: float) -> list[int]:
+def _at_price(cells: list[Frontier], price: float) -> list[int]:
     return [int(np.argmin(cell.error + price * cell.cost)) for cell in cells]
 
 
-def _total_cost(cells: list[_Frontier], chosen: list[int]) -> int:
+def _total_cost(cells: list[Frontier], chosen: list[int]) -> int:
     return sum(int(cell.cost[c]) for cell, c in zip(cells, chosen, strict=True))
 
 
-def _bisect(cells: list[_Frontier], budget: int) -> tuple[float, list[int]]:
+def _bisect(cells: list[Frontier], budget: int) -> tuple[float, list[int]]:
     """The smallest price whose choices fit. Prices are searched on a logarithmic scale."""
     best = [len(cell.cost) - 1 for cell in cells]
     if _total_cost(cells, best) <= budget:
@@ -102,7 +114,7 @@ def _bisect(cells: list[_Frontier], budget: int) -> tuple[float, list[int]]:
 class _Table:
     """All frontiers in two rectangles; a row ends in choices that nobody can afford."""
 
-    def __init__(self, cells: list[_Frontier]) -> None:
+    def __init__(self, cells: list[Frontier]) -> None:
         width = max(len(cell.cost) for cell in cells)
         self.cost = np.full((len(cells), width), np.iinfo(np.int64).max)
         self.error = np.full((len(cells), width), np.inf)
@@ -111,7 +123,7 @@ class _Table:
             self.error[row, : len(cell.error)] = cell.error
 
 
-def _repair(cells: list[_Frontier], chosen: list[int], budget: int) -> list[int]:
+def _repair(cells: list[Frontier], chosen: list[int], budget: int) -> list[int]:
     """Spend what the dual left: upgrades while any fits, then swaps that pay for an upgrade with a downgrade."""
     chosen = list(chosen)
     table = _Table(cells)
@@ -134,7 +146,7 @@ _SWAP_DEPTH = 6  # how many steps a swap may downgrade
 _SWAP_ROUNDS = 40
 
 
-def _best_upgrade(cells: list[_Frontier], chosen: list[int], slack: int) -> _Move | None:
+def _best_upgrade(cells: list[Frontier], chosen: list[int], slack: int) -> _Move | None:
     """The affordable upgrade that saves the most error per byte."""
     best_rate, best = 0.0, None
     for i, (cell, now) in enumerate(zip(cells, chosen, strict=True)):

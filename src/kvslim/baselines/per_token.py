@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kvslim.attending.layout import compressible_layers
 from kvslim.caching.block import Block
-from kvslim.caching.compressed import Cell, CompressedCache, Middle
+from kvslim.caching.cells import Cell, take_off
+from kvslim.caching.compressed import CompressedCache
 from kvslim.caching.token_codes import IntegerBlock, RotatedBlock
 from kvslim.errors import ConfigError
 from kvslim.quantizing import integer, rotated
@@ -47,13 +49,13 @@ class PerTokenCache(CompressedCache):
     def _block(self, x: Tensor) -> Block:
         """Code ``(kv_heads, tokens, head_dim)``."""
 
-    def _encode(self, middles: list[Middle]) -> list[list[tuple[Cell, Block, str]]]:
-        return [
-            [self._encode_cell(Cell(m, (s,), k)) for s in range(self.shape.layers) for k in range(2)] for m in middles
-        ]
+    def _plan(self, cells: list[Cell]) -> dict[Cell, Any]:
+        """There is nothing to choose."""
+        return dict.fromkeys(cells)
 
-    def _encode_cell(self, cell: Cell) -> tuple[Cell, Block, str]:
-        return cell, self._block(self._cell_tensor(cell)), f"{self.bits} bit"
+    def _encode_cell(self, cell: Cell, raw: Tensor, plan: None) -> tuple[Block, Tensor, str]:
+        x = take_off(raw, cell, self.rope).to(torch.float32)
+        return self._block(x), x, f"{self.bits} bit"
 
 
 class IntegerCache(PerTokenCache):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
 from torch import Tensor
@@ -21,13 +22,82 @@ class Block(Protocol):
     @property
     def tokens(self) -> int: ...
 
-    def decode(self, layer: int) -> Tensor:
-        """Rebuild layer ``layer`` of the group: ``(kv_heads, tokens, head_dim)`` float32."""
+    @property
+    def exact(self) -> bool:
+        """Whether this is a copy of what the model made, rotated keys included."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storages that belong to this block and to no earlier one."""
+        ...
+
+    def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rebuild tokens ``start`` to ``stop`` of layer ``layer`` of the group: ``(kv_heads, tokens, head_dim)``.
+
+        float32, or the model's dtype if the block is exact.
+        """
         ...
 
     def crop(self, tokens: int) -> Self:
         """Keep the first ``tokens`` tokens, in storage of their own."""
         ...
+
+    def scores(self, layer: int, query: Tensor, start: int, stop: int) -> Tensor:
+        """``query · X̂ᵀ`` over tokens ``start`` to ``stop``, as if they were decoded.
+
+        ``query`` is ``(kv_heads, n, head_dim)`` float32, the result ``(kv_heads, n, stop - start)`` float32.
+        """
+        ...
+
+    def mix(self, layer: int, weights: Tensor, start: int, stop: int) -> Tensor:
+        """``weights · X̂`` over tokens ``start`` to ``stop``, as if they were decoded.
+
+        ``weights`` is ``(kv_heads, n, stop - start)`` float32, the result ``(kv_heads, n, head_dim)`` float32.
+        """
+        ...
+
+
+class DecodedProducts:
+    """Products with a block by decoding it: what a block has that knows no shorter way."""
+
+    def scores(self: Block, layer: int, query: Tensor, start: int, stop: int) -> Tensor:
+        """``query · X̂ᵀ``; see :meth:`Block.scores`."""
+        return query @ self.decode(layer, start, stop).to(query).mT
+
+    def mix(self: Block, layer: int, weights: Tensor, start: int, stop: int) -> Tensor:
+        """``weights · X̂``; see :meth:`Block.mix`."""
+        return weights @ self.decode(layer, start, stop).to(weights)
+
+
+@dataclass(frozen=True)
+class ExactBlock(DecodedProducts):
+    """A plain copy: the lossless codec (16 bits in a 16-bit model).
+
+    Attributes:
+        kept: ``(layers · kv_heads, tokens, head_dim)`` in the model's dtype, keys rotated.
+        kv_heads: heads per layer.
+    """
+
+    kept: Tensor
+    kv_heads: int
+
+    exact = True
+
+    @property
+    def tokens(self) -> int:
+        return int(self.kept.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes([self.kept])
+
+    def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """A view of the copy."""
+        return self.kept[layer * self.kv_heads : (layer + 1) * self.kv_heads, start:stop]
+
+    def crop(self, tokens: int) -> Self:
+        return dataclasses.replace(self, kept=self.kept[:, :tokens].clone())
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:

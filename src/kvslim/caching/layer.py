@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from kvslim.caching.handles import LayerView
 from kvslim.caching.prefix import Prefix
 
 
@@ -30,25 +31,29 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append to the tail; return dense keys and values of everything cached, prefix rebuilt for this call only."""
+        """Append to the tail; return keys and values of everything cached.
+
+        Behind a prefix these are handles: plain tensors for whoever computes with them, decoded then and dropped
+        with them. Under ``torch.compile``, which cannot trace handles, they are dense at once.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = torch.cat((self.keys, key_states), dim=-2)
         self.values = torch.cat((self.values, value_states), dim=-2)
-        return self.dense()
+        if self.prefix is None or torch.compiler.is_compiling():
+            return self.dense()
+        return LayerView(self.prefix, self.slot, (self.keys, self.values)).handles()
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """All cached keys and values, rebuilt: ``(batch, kv_heads, seq_length, head_dim)`` each."""
         if self.prefix is None:
             return self.keys, self.values
-        keys, values = self.prefix.dense(self.slot, extra=self.keys.shape[-2])
-        keys[:, :, self.prefix.columns :] = self.keys
-        values[:, :, self.prefix.columns :] = self.values
-        return keys, values
+        return LayerView(self.prefix, self.slot, (self.keys, self.values)).rebuild()
 
-    def clear_tail(self) -> None:
-        self.keys = self.keys[:, :, :0].clone()
-        self.values = self.values[:, :, :0].clone()
+    def clear_tail(self, tokens: int | None = None) -> None:
+        """Drop the oldest ``tokens`` tokens of the tail, all by default."""
+        start = self.keys.shape[-2] if tokens is None else tokens
+        self.keys, self.values = self.keys[:, :, start:].clone(), self.values[:, :, start:].clone()
 
     def get_seq_length(self) -> int:
         tail = self.keys.shape[-2] if self.is_initialized else 0

@@ -10,7 +10,12 @@ from typing import Any
 
 def header_bytes(cells: int) -> int:
     """Bytes that a budget sets aside for describing ``cells`` cells in a file: layout, plan and checksum."""
-    return 1024 + 48 * cells
+    return 2048 + stretch_header_bytes(cells)
+
+
+def stretch_header_bytes(cells: int) -> int:
+    """The same for one more stretch of ``cells`` cells behind a compressed prefix."""
+    return 64 + 48 * cells
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class CellReport:
         nbytes: bytes of the cell's storages.
         error: relative Frobenius error ``‖X - X̂‖ / ‖X‖``, measured.
         energy: ``‖X‖²``, so that errors of cells can be pooled.
+        start: tokens of the row before the cell; later stretches are sealed ones.
     """
 
     row: int
@@ -34,6 +40,7 @@ class CellReport:
     nbytes: int
     error: float
     energy: float
+    start: int = 0
 
 
 def pooled_error(cells: list[CellReport], kind: str) -> float:
@@ -114,7 +121,7 @@ class CacheReport:
             f"everything together {self.total_ratio:.2f}x smaller than bf16"
         )
         for cell in self.cells:
-            where = _span(cell.layers) + (f", row {cell.row}" if self.rows > 1 else "")
+            where = _span(cell.layers) + (f", row {cell.row}" if self.rows > 1 else "") + f" +{cell.start}"
             lines.append(f"  {where:>12} {cell.kind:6} {cell.plan:34} {cell.nbytes:>10} B  error {cell.error:.4f}")
         return "\n".join(lines)
 

@@ -8,13 +8,14 @@ from typing import Self
 
 from torch import Tensor
 
+from kvslim.caching.block import DecodedProducts, iter_tensors, map_tensors, storage_bytes
 from kvslim.quantizing import integer, rotated
 from kvslim.quantizing.integer import IntegerCodes
 from kvslim.quantizing.rotated import RotatedCodes
 
 
 @dataclass(frozen=True)
-class IntegerBlock:
+class IntegerBlock(DecodedProducts):
     """Asymmetric integer codes of one layer: rows are ``(kv_heads, tokens)``."""
 
     stored: IntegerCodes
@@ -23,21 +24,21 @@ class IntegerBlock:
     def tokens(self) -> int:
         return int(self.stored.codes.shape[1])
 
-    def decode(self, layer: int) -> Tensor:
-        return integer.decode(self.stored)
+    exact = False
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes(iter_tensors(self.stored))
+
+    def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
+        return integer.decode(map_tensors(self.stored, lambda x: x[:, start:stop]))
 
     def crop(self, tokens: int) -> Self:
-        part = dataclasses.replace(
-            self.stored,
-            codes=self.stored.codes[:, :tokens].clone(),
-            steps=self.stored.steps[:, :tokens].clone(),
-            minima=self.stored.minima[:, :tokens].clone(),
-        )
-        return dataclasses.replace(self, stored=part)
+        return dataclasses.replace(self, stored=map_tensors(self.stored, lambda x: x[:, :tokens].clone()))
 
 
 @dataclass(frozen=True)
-class RotatedBlock:
+class RotatedBlock(DecodedProducts):
     """Rotated codes of one layer: rows are ``(kv_heads, tokens)``."""
 
     stored: RotatedCodes
@@ -46,13 +47,14 @@ class RotatedBlock:
     def tokens(self) -> int:
         return int(self.stored.codes.shape[1])
 
-    def decode(self, layer: int) -> Tensor:
-        return rotated.decode(self.stored)
+    exact = False
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes(iter_tensors(self.stored))
+
+    def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
+        return rotated.decode(map_tensors(self.stored, lambda x: x[:, start:stop]))
 
     def crop(self, tokens: int) -> Self:
-        part = dataclasses.replace(
-            self.stored,
-            codes=self.stored.codes[:, :tokens].clone(),
-            scales=self.stored.scales[:, :tokens].clone(),
-        )
-        return dataclasses.replace(self, stored=part)
+        return dataclasses.replace(self, stored=map_tensors(self.stored, lambda x: x[:, :tokens].clone()))

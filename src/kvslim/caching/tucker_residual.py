@@ -10,33 +10,62 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvslim.decomposing.tucker import Hosvd, TuckerFactors, st_hosvd
+from kvslim.caching.block import iter_tensors, map_tensors, storage_bytes
+from kvslim.decomposing.tucker import Hosvd, TuckerFactors, truncate
+from kvslim.kernels.residual_decode import residual_decode
+from kvslim.kernels.residual_encode import residual_encode
 from kvslim.quantizing import rotated
-from kvslim.quantizing.codebook import LevelKind
+from kvslim.quantizing.codebook import LevelKind, gaussian_levels
+from kvslim.quantizing.packing import unpack
 from kvslim.quantizing.rotated import RotatedCodes
+from kvslim.quantizing.rotation import rotation
 
 _FACTOR_BYTES = 2
-# The largest core entry is at most 2**_HEADROOM after scaling by the gain. That leaves both the core and the smallest
-# residual scales of a cell with 2**29 entries inside the normal range of float16.
-_HEADROOM = 12
+# The norm of a cell in units of the gain is between 2**14 and 2**15, which bounds token factors and residual scales. A
+# residual of 2**-11 of the norm, spread evenly over 2**28 entries, still has scales in float16's normal range.
+_HEADROOM = 15
 
 
 @dataclass(frozen=True)
 class CellPlan:
-    """What one cell gets: ranks of the two modes, bits of the residual. ``feature_rank = d`` means untruncated."""
+    """What one cell gets: ranks of the two modes, bits of the residual.
+
+    ``feature_rank = d`` means untruncated. With ``inherit`` the basis is that of an earlier block and costs nothing;
+    ``token_rank`` is then how many of its directions are used. ``bits = 16`` is a plain copy, without factors.
+    """
 
     token_rank: int
     feature_rank: int
     bits: int
+    inherit: bool = False
+
+    def __str__(self) -> str:
+        if self.bits == COPY_BITS:
+            return "exact copy"
+        ranks = f"ranks {self.token_rank} x {self.feature_rank}" + (" inherited" if self.inherit else "")
+        return f"{ranks}, residual {self.bits} bit"
 
 
-def cell_bytes(plan: CellPlan, slabs: int, tokens: int, features: int) -> int:
-    """Bytes that :class:`TuckerResidual` will hold for a cell of shape ``(slabs, tokens, features)``."""
+COPY_BITS = 16
+
+
+def cell_bytes(
+    plan: CellPlan, slabs: int, tokens: int, features: int, item_bytes: int = 2, core_slabs: int | None = None
+) -> int:
+    """Bytes that a cell of shape ``(slabs, tokens, features)`` will take; ``item_bytes`` per element of a copy.
+
+    ``core_slabs`` is given if the slab mode is truncated too.
+    """
+    if plan.bits == COPY_BITS:
+        return slabs * tokens * features * item_bytes
     factors = 0
     if plan.token_rank:
-        factors = slabs * plan.token_rank * plan.feature_rank + tokens * plan.token_rank
-        if plan.feature_rank < features:
-            factors += features * plan.feature_rank
+        factors = tokens * plan.token_rank
+        if not plan.inherit:
+            factors += (core_slabs or slabs) * plan.token_rank * plan.feature_rank
+            factors += slabs * core_slabs if core_slabs else 0
+            if plan.feature_rank < features:
+                factors += features * plan.feature_rank
     return _FACTOR_BYTES * factors + slabs * tokens * rotated.row_bytes(features, plan.bits)
 
 
@@ -45,11 +74,14 @@ class TuckerResidual:
     """``X ≈ gain · (C ×_T U_T ×_d U_d + decoded residual)`` with ``X`` of shape ``(layers · kv_heads, T, d)``.
 
     Attributes:
-        factors: float16 factors of the Tucker backbone, None at token rank 0.
-        residual: codes of ``(layers · kv_heads, T)`` rows, None at 0 bits.
+        factors: float16 factors of the Tucker backbone, None at token rank 0. A block that inherits its basis shares
+            the core and feature tensors of the block that owns it.
+        residual: codes of ``(layers · kv_heads, T)`` rows in units of the gain, None at 0 bits.
         gain: a power of two that keeps factors and scales inside float16's normal range.
         kv_heads: heads per layer; slabs ``[layer · kv_heads, (layer + 1) · kv_heads)`` belong to one layer.
         shape: ``(layers · kv_heads, T, d)``.
+        missed: share of the energy outside the basis when the block was made; 1 at token rank 0.
+        inherited: the core and feature tensors belong to an earlier block of the row.
     """
 
     factors: TuckerFactors | None
@@ -57,24 +89,63 @@ class TuckerResidual:
     gain: float
     kv_heads: int
     shape: tuple[int, int, int]
+    missed: float = 1.0
+    inherited: bool = False
+
+    exact = False
 
     @property
     def tokens(self) -> int:
         return self.shape[1]
 
-    def decode(self, layer: int) -> Tensor:
-        """Rebuild one layer of the group: ``(kv_heads, T, d)`` float32."""
-        slabs = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads)
-        backbone = None if self.factors is None else self.factors.reconstruct(slabs)
-        if self.residual is not None:
-            part = dataclasses.replace(
-                self.residual, codes=self.residual.codes[slabs], scales=self.residual.scales[slabs]
-            )
-            decoded = rotated.decode(part)
-            backbone = decoded if backbone is None else backbone.add_(decoded)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its storages; an inherited basis belongs to another block."""
+        own = self.factors.token if self.inherited and self.factors is not None else self.factors
+        return storage_bytes(iter_tensors((own, self.residual)))
+
+    def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rebuild tokens of one layer of the group: ``(kv_heads, tokens, d)`` float32."""
+        slabs, tokens = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads), slice(start, stop)
+        backbone: Tensor | None = None
+        if self.factors is not None:
+            backbone = dataclasses.replace(self.factors, token=self.factors.token[tokens]).reconstruct(slabs)
+        if (kept := self.residual) is not None:
+            codes, scales, turn = kept.codes[slabs, tokens], kept.scales[slabs, tokens], (kept.kind, kept.seed)
+            return residual_decode(codes, scales, kept.bits, kept.size, *turn, self.gain, torch.float32, backbone)
         if backbone is None:
-            return torch.zeros(self.kv_heads, *self.shape[1:])
+            return torch.zeros(self.kv_heads, len(range(self.tokens)[tokens]), self.shape[2])
         return backbone.mul_(self.gain)
+
+    def scores(self, layer: int, query: Tensor, start: int, stop: int) -> Tensor:
+        """``q X̂ᵀ = gain · ((q U_d) Cᵀ U_Tᵀ + (q R) · codesᵀ)``, without X̂ as long as there are few queries."""
+        if query.shape[1] >= self.shape[2]:  # rebuilding once is then less work than carrying every query through
+            return query @ self.decode(layer, start, stop).to(query).mT
+        slabs, tokens = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads), slice(start, stop)
+        total = query.new_zeros(*query.shape[:2], stop - start)
+        if self.factors is not None:
+            core, feature, token = _wide(self.factors, slabs, tokens)
+            turned = query if feature is None else query @ feature
+            total = total + (turned @ core.mT) @ token.T
+        if self.residual is not None:
+            rows, scales, turn = _coordinates(map_tensors(self.residual, lambda x: x[slabs, tokens]))
+            total = total + ((query @ turn) @ rows.mT) * scales[:, None]
+        return total * self.gain
+
+    def mix(self, layer: int, weights: Tensor, start: int, stop: int) -> Tensor:
+        """``p X̂ = gain · ((p U_T) C U_dᵀ + (p · scales) codes Rᵀ)``, without X̂ as long as there are few queries."""
+        if weights.shape[1] >= self.shape[2]:
+            return weights @ self.decode(layer, start, stop).to(weights)
+        slabs, tokens = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads), slice(start, stop)
+        total = weights.new_zeros(*weights.shape[:2], self.shape[2])
+        if self.factors is not None:
+            core, feature, token = _wide(self.factors, slabs, tokens)
+            mixed = (weights @ token) @ core
+            total = total + (mixed if feature is None else mixed @ feature.T)
+        if self.residual is not None:
+            rows, scales, turn = _coordinates(map_tensors(self.residual, lambda x: x[slabs, tokens]))
+            total = total + ((weights * scales[:, None]) @ rows) @ turn.T
+        return total * self.gain
 
     def crop(self, tokens: int) -> Self:
         """Keep the first ``tokens`` tokens; the core stays."""
@@ -82,35 +153,102 @@ class TuckerResidual:
         if factors is not None:
             factors = dataclasses.replace(factors, token=factors.token[:tokens].clone())
         if residual is not None:
-            residual = dataclasses.replace(
-                residual, codes=residual.codes[:, :tokens].clone(), scales=residual.scales[:, :tokens].clone()
-            )
+            residual = map_tensors(residual, lambda x: x[:, :tokens].clone())
         shape = (self.shape[0], tokens, self.shape[2])
         return dataclasses.replace(self, factors=factors, residual=residual, shape=shape)
 
 
+def _wide(factors: TuckerFactors, slabs: slice, tokens: slice) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Core ``(kv_heads, r_T, r_d)``, feature ``(d, r_d)`` and token factors ``(tokens, r_T)`` of one layer, float32."""
+    if factors.slab is None:
+        core = factors.core[slabs].to(torch.float32)
+    else:
+        core = torch.einsum("mk,krd->mrd", factors.slab[slabs].to(torch.float32), factors.core.to(torch.float32))
+    feature = None if factors.feature is None else factors.feature.to(torch.float32)
+    return core, feature, factors.token[tokens].to(torch.float32)
+
+
+def _coordinates(stored: RotatedCodes) -> tuple[Tensor, Tensor, Tensor]:
+    """Levels ``(kv_heads, tokens, d)``, scales ``(kv_heads, tokens)`` and rotation ``R``: X ≈ levels · scales · Rᵀ."""
+    levels = gaussian_levels(stored.bits, stored.kind).to(device=stored.codes.device, dtype=torch.float32)
+    rows = levels[unpack(stored.codes, stored.bits, stored.size).int()]
+    return rows, stored.scales.to(torch.float32), rotation(stored.size, stored.seed, rows.device)
+
+
 def encode_cell(
-    x: Tensor, plan: CellPlan, *, kv_heads: int, levels: LevelKind, seed: int, spectra: Hosvd | None = None
+    x: Tensor,
+    plan: CellPlan,
+    *,
+    kv_heads: int,
+    levels: LevelKind,
+    seed: int,
+    spectra: Hosvd | None = None,
+    slab: Tensor | None = None,
 ) -> TuckerResidual:
-    """Compress ``x`` of shape ``(layers · kv_heads, T, d)``, float32 and finite.
+    """Compress ``x`` of shape ``(layers · kv_heads, T, d)``, finite.
 
-    The residual is taken against the *rounded* factors, so it also repairs their rounding.
+    The residual is taken against the *rounded* factors, so it also repairs their rounding. ``slab`` ``(m, r_m)`` with
+    orthonormal columns truncates the first mode too; ``spectra`` are then those of the truncated tensor.
     """
-    gain = _gain(x)
     factors: TuckerFactors | None = None
-    rest = x / gain
     if plan.token_rank:
-        exact = st_hosvd(x, plan.token_rank, plan.feature_rank, spectra)
-        factors = TuckerFactors(
-            (exact.core / gain).to(torch.float16),
-            exact.token.to(torch.float16),
-            None if exact.feature is None else exact.feature.to(torch.float16),
+        kept = x if slab is None else torch.einsum("mtd,mk->ktd", x.to(torch.float32), slab)
+        factors = truncate(kept, plan.token_rank, plan.feature_rank, spectra)
+        factors = factors if slab is None else dataclasses.replace(factors, slab=slab)
+    energy = None if spectra is None else spectra.energy
+    return _finish(x, factors, plan.bits, energy, kv_heads=kv_heads, levels=levels, seed=seed)
+
+
+def encode_on(
+    x: Tensor, basis: TuckerFactors, plan: CellPlan, *, kv_heads: int, levels: LevelKind, seed: int
+) -> TuckerResidual:
+    """Compress later tokens ``x`` by projection on the first ``plan.token_rank`` directions of an earlier basis.
+
+    The new block shares the basis tensors; only its token factors and its residual are new.
+    """
+    if not plan.token_rank:
+        return _finish(x, None, plan.bits, None, kv_heads=kv_heads, levels=levels, seed=seed)
+    core = basis.core[:, : plan.token_rank]
+    factors = dataclasses.replace(basis, core=core, token=project(x, basis)[:, : plan.token_rank])
+    made = _finish(x, factors, plan.bits, None, kv_heads=kv_heads, levels=levels, seed=seed)
+    return dataclasses.replace(made, inherited=True)
+
+
+def project(x: Tensor, basis: TuckerFactors) -> Tensor:
+    """Coefficients ``(T, r)`` float32 of ``x`` ``(m, T, d)`` in the orthonormal directions of ``basis``."""
+    wide = x.to(torch.float32)
+    if basis.slab is not None:
+        wide = torch.einsum("mtd,mk->ktd", wide, basis.slab.to(torch.float32))
+    if basis.feature is not None:
+        wide = wide @ basis.feature.to(torch.float32)
+    return torch.einsum("mtd,mrd->tr", wide, basis.core.to(torch.float32))
+
+
+def projected_tail(x: Tensor, basis: TuckerFactors) -> Tensor:
+    """Share of the energy of ``x`` outside the first 0, 1, … directions of a basis: ``(r + 1,)`` float64."""
+    energy = float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    caught = project(x, basis).double().square().sum(0).cumsum(0)
+    zero = caught.new_zeros(1)
+    return (1 - torch.cat((zero, caught)) / energy).clamp_min(0) if energy else torch.cat((zero, 0 * caught))
+
+
+def _finish(
+    x: Tensor, factors: TuckerFactors | None, bits: int, energy: float | None, *, kv_heads: int, levels: LevelKind,
+    seed: int,
+) -> TuckerResidual:  # fmt: skip
+    """Round the factors and code what they leave. ``factors.token`` is in units of ``x``."""
+    if energy is None:
+        energy = float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    gain = 2.0 ** (math.ceil(math.log2(energy) / 2) - _HEADROOM) if energy > 0 else 1.0
+    missed, backbone = 1.0, None
+    if factors is not None:
+        missed = max(0.0, 1 - float(factors.token.double().square().sum()) / energy) if energy else 0.0
+        factors = map_tensors(
+            dataclasses.replace(factors, token=factors.token / gain), lambda part: part.to(torch.float16)
         )
-        rest = rest.sub_(factors.reconstruct())
-    residual = rotated.encode(rest, plan.bits, kind=levels, seed=seed) if plan.bits else None
-    return TuckerResidual(factors, residual, gain, kv_heads, (x.shape[0], x.shape[1], x.shape[2]))
-
-
-def _gain(x: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
-    return 2.0 ** (math.ceil(math.log2(norm)) - _HEADROOM) if norm > 0 else 1.0
+        backbone = factors.reconstruct()
+    residual = None
+    if bits:
+        codes, scales = residual_encode(x, backbone, gain, bits, levels, seed)
+        residual = RotatedCodes(codes, scales, bits, x.shape[2], levels, seed)
+    return TuckerResidual(factors, residual, gain, kv_heads, (x.shape[0], x.shape[1], x.shape[2]), missed)

@@ -4,8 +4,9 @@ A cell is one tensor ``X`` of shape ``(m, T, d)``: ``m`` = layers of the group �
 
     X ≈ C ×_T U_T ×_d U_d        core C: (m, r_T, r_d), U_T: (T, r_T), U_d: (d, r_d)      (JoLT, partial Tucker)
 
-All spectra come from Gram matrices on the smaller side in float64: the squared condition number is harmless there
-(a bf16 cache carries 8 bits), and a tail mass by subtraction is good to 1e-15 of the whole.
+Here the *core* is orthonormal along tokens and ``U_T`` carries the scale: with ``V`` the leading right singular vectors
+of the token unfolding, the core is ``Vᵀ`` and the token factor ``X V``. The product is the same. This form needs no QR
+of a matrix with ``T`` rows, and the coefficients of a token that comes later are its projection ``x V``.
 """
 
 from __future__ import annotations
@@ -15,31 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvslim.decomposing import subspace
+from kvslim.decomposing.flash import spectra as spectra_of
+from kvslim.decomposing.hosvd import Hosvd, hosvd, unfold
+from kvslim.decomposing.subspace import on_gpu, product
 
-@dataclass(frozen=True)
-class Hosvd:
-    """Everything the allocator and the truncation need to know of one cell. Its size does not grow with ``T``.
-
-    Attributes:
-        energy: squared Frobenius norm of the cell.
-        core_energy: ``(R, d)`` float64; squared core of the full HOSVD, summed over ``m``; ``R = min(T, m d)``.
-        feature_basis: ``(d, d)`` float64, columns by falling energy.
-        token_vectors: ``(m d, R)`` float64, right singular vectors of the token unfolding by falling energy, or None
-            when ``m d > T`` (or when the caller dropped them to save memory): they are then computed again.
-    """
-
-    energy: float
-    core_energy: Tensor
-    feature_basis: Tensor
-    token_vectors: Tensor | None
-
-    def tail(self) -> Tensor:
-        """``τ(r_T, r_d)``: the share of energy that a truncation loses, ``(R + 1, d + 1)`` float64; 1 at rank 0."""
-        rows, columns = self.core_energy.shape
-        kept = torch.zeros(rows + 1, columns + 1, dtype=torch.float64, device=self.core_energy.device)
-        kept[1:, 1:] = self.core_energy.cumsum(0).cumsum(1)
-        total = self.core_energy.sum()
-        return (1 - kept / total).clamp_min(0) if total > 0 else torch.zeros_like(kept)
+__all__ = ["FullTucker", "Hosvd", "TuckerFactors", "full_tucker", "hosvd", "truncate"]
 
 
 @dataclass(frozen=True)
@@ -47,80 +29,134 @@ class TuckerFactors:
     """Float factors of one cell; ``feature`` is None when the feature mode is not truncated (identity).
 
     Attributes:
-        core: ``(m, r_T, r_d)``.
-        token: ``(T, r_T)``.
-        feature: ``(d, r_d)``, or None and then ``r_d = d``.
+        core: ``(m, r_T, r_d)``; unfolded to ``(r_T, m r_d)`` its rows are orthonormal.
+        token: ``(T, r_T)``, with the scale of the cell.
+        feature: ``(d, r_d)`` with orthonormal columns, or None and then ``r_d = d``.
+        slab: ``(m, r_m)`` with orthonormal columns if the mode of heads and layers is truncated too (the paper's
+            ablation), else None; the core then has ``r_m`` slabs.
     """
 
     core: Tensor
     token: Tensor
     feature: Tensor | None
+    slab: Tensor | None = None
 
     def reconstruct(self, head: slice = slice(None)) -> Tensor:
         """``X̃`` for the selected slabs of ``m``: ``(m', T, d)`` float32."""
-        core = self.core[head].to(torch.float32)
+        if self.slab is None:
+            core = self.core[head].to(torch.float32)
+        else:
+            core = torch.einsum("mk,krd->mrd", self.slab[head].to(torch.float32), self.core.to(torch.float32))
         if self.feature is not None:
             core = core @ self.feature.to(torch.float32).T
+        if on_gpu(self.token) and self.token.dtype != torch.float32:  # token factors are multiplied as they are
+            wide: Tensor = product(self.token, core.transpose(0, 1).flatten(1))
+            slabs: Tensor = wide.unflatten(1, (core.shape[0], core.shape[2])).transpose(0, 1)
+            return slabs
         return self.token.to(torch.float32) @ core
 
 
-def hosvd(x: Tensor) -> Hosvd:
-    """Spectra of a cell ``x`` of shape ``(m, T, d)``, float32 and finite."""
-    slabs, tokens, features = x.shape
-    wide = x.to(torch.float64)
-    _, feature_basis = _eigh_descending(torch.einsum("mtd,mte->de", wide, wide))
-    if slabs * features <= tokens:
-        unfolded = wide.permute(1, 0, 2).reshape(tokens, slabs * features)
-        values, vectors = _eigh_descending(unfolded.T @ unfolded)
-        core = values.sqrt()[:, None] * vectors.T  # U_Tᵀ X, without a second pass over X
-    else:
-        vectors = None
-        _, token_basis = _eigh_descending(torch.einsum("mtd,msd->ts", wide, wide))
-        core = token_basis.T @ wide.permute(1, 0, 2).reshape(tokens, slabs * features)
-    core = core.unflatten(1, (slabs, features)) @ feature_basis
-    return Hosvd(float(wide.square().sum()), core.square().sum(1), feature_basis, vectors)
-
-
-def st_hosvd(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | None = None) -> TuckerFactors:
+def truncate(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | None = None) -> TuckerFactors:
     """Sequentially truncated HOSVD of ``x`` ``(m, T, d)``: feature mode first, then the token mode of what is left.
 
-    Ranks above the tensor's own are cut to it. The squared error is the sum of the two tails, exactly, because each
-    truncation is an orthogonal projection. Returns float32 factors with orthonormal columns.
+    The squared error is the sum of the two tails, exactly, because each truncation is an orthogonal projection.
+
+    Args:
+        x: float32, bfloat16 or float16, finite. The token factor is computed in float64 (route ``exact``) or float32.
+        token_rank: ranks above the tensor's own, or above the cap of ``spectra``, are cut to it.
+        feature_rank: ``d`` leaves the features as they are.
+        spectra: of ``x``; exact ones are computed if left out. With untruncated features its token vectors are the
+            core; else the token mode of the truncated tensor is decomposed by the same route, starting from them.
+
+    Returns:
+        float32 factors.
     """
     slabs, tokens, features = x.shape
-    token_rank = min(token_rank, tokens, slabs * features)
     spectra = spectra or hosvd(x)
-    feature = None
-    wide = x.to(torch.float64)
-    vectors = spectra.token_vectors
-    if feature_rank < features:
-        feature = spectra.feature_basis[:, :feature_rank]
-        wide = wide @ feature
-        vectors = None
-    unfolded = wide.permute(1, 0, 2).reshape(tokens, -1)
-    token_rank = min(token_rank, unfolded.shape[1])
-    token = _token_basis(unfolded, token_rank, vectors)
-    core = (token.T @ unfolded).unflatten(1, (slabs, -1)).permute(1, 0, 2)
+    feature_rank = min(feature_rank, features)
+    token_rank = min(token_rank, tokens, slabs * feature_rank, spectra.cap)
+    feature = None if feature_rank == features else spectra.feature_basis[:, :feature_rank]
+    if token_rank == 0:
+        vectors = spectra.feature_basis.new_zeros(slabs * feature_rank, 0)
+    elif feature is not None:
+        vectors = _vectors_of_rest(x, token_rank, feature, spectra)
+    elif spectra.token_vectors is not None:
+        vectors = spectra.token_vectors[:, :token_rank]
+    else:
+        vectors = _token_vectors(spectra_of(x, spectra.route, cap=spectra.cap))[:, :token_rank]
+    core = vectors.unflatten(0, (slabs, feature_rank)).transpose(1, 2)
+    # The projection of X onto the core: features are put into the small factor, so X is read once and as it is.
+    lifted = vectors if feature is None else (feature @ core.mT).flatten(0, 1)
+    token = unfold(x).double() @ lifted if spectra.route == "exact" else subspace.product(unfold(x), lifted)
     return TuckerFactors(
         core.to(torch.float32).contiguous(),
         token.to(torch.float32),
-        None if feature is None else feature.to(torch.float32),
+        None if feature is None else feature.to(torch.float32).contiguous(),
     )
 
 
-def _token_basis(unfolded: Tensor, rank: int, vectors: Tensor | None) -> Tensor:
-    """Leading ``rank`` left singular vectors of ``(T, m r_d)``, orthonormal to float64 rounding."""
-    if rank == 0:
-        return unfolded.new_zeros(unfolded.shape[0], 0)
-    if unfolded.shape[1] > unfolded.shape[0]:
-        return _eigh_descending(unfolded @ unfolded.T)[1][:, :rank]
-    if vectors is None:
-        _, vectors = _eigh_descending(unfolded.T @ unfolded)
-    # QR instead of a division by the singular values: exact orthonormality also for a rank-deficient cell.
-    basis: Tensor = torch.linalg.qr(unfolded @ vectors[:, :rank]).Q
-    return basis
+def _vectors_of_rest(x: Tensor, rank: int, feature: Tensor, spectra: Hosvd) -> Tensor:
+    """Token vectors ``(m r_d, rank)`` of ``x`` after its features are truncated."""
+    if spectra.route == "exact":
+        return _token_vectors(hosvd(x.double() @ feature, rank))
+    slabs, _, features = x.shape
+    # Rounded to the dtype of x, which only the basis sees; divided so that no sum of features overflows float16.
+    rest = subspace.product(x.flatten(0, 1), feature / features**0.5).unflatten(0, x.shape[:2])
+    rest = rest.to(x.dtype) if subspace.on_gpu(x) else rest
+    start = None
+    if spectra.token_vectors is not None:
+        start = (feature.T @ spectra.token_vectors.unflatten(0, (slabs, features))).flatten(0, 1)
+    return _token_vectors(spectra_of(rest, spectra.route, cap=rank, start=start))
 
 
-def _eigh_descending(gram: Tensor) -> tuple[Tensor, Tensor]:
-    values, vectors = torch.linalg.eigh(gram)
-    return values.flip(0).clamp_min(0), vectors.flip(1)
+def leading_slabs(x: Tensor, count: int) -> Tensor:
+    """The leading ``count`` singular vectors of the slab mode of ``x`` ``(m, T, d)``: ``(m, count)`` float32.
+
+    For the paper's ablation, which truncates heads and layers too. Exact, in float64.
+    """
+    wide = x.flatten(1).double()
+    _, vectors = torch.linalg.eigh(wide @ wide.T)
+    slab: Tensor = vectors.flip(1)[:, :count].to(torch.float32).contiguous()
+    return slab
+
+
+def _token_vectors(spectra: Hosvd) -> Tensor:
+    assert spectra.token_vectors is not None  # fresh spectra always have them
+    return spectra.token_vectors
+
+
+@dataclass(frozen=True)
+class FullTucker:
+    """A decomposition that truncates the mode of heads and layers too; for comparison only.
+
+    Attributes:
+        slab: ``(m, r_m)`` with orthonormal columns.
+        rest: factors of the ``(r_m, T, d)`` tensor left after that truncation.
+    """
+
+    slab: Tensor
+    rest: TuckerFactors
+
+    @property
+    def values(self) -> int:
+        """How many numbers the factors hold."""
+        parts = (self.slab, self.rest.core, self.rest.token, self.rest.feature)
+        return sum(part.numel() for part in parts if part is not None)
+
+    def reconstruct(self) -> Tensor:
+        """``X̃``: ``(m, T, d)`` float32."""
+        rebuilt: Tensor = torch.tensordot(self.slab, self.rest.reconstruct(), dims=1)
+        return rebuilt
+
+
+def full_tucker(x: Tensor, slab_rank: int, token_rank: int, feature_rank: int) -> FullTucker:
+    """ST-HOSVD of ``x`` ``(m, T, d)`` over all three modes, heads (and layers) first, then features, then tokens.
+
+    The paper's ablation: heads and layers hold little redundancy, so at equal size this loses more than
+    :func:`truncate`. Exact, in float64; ranks above the tensor's own are cut to it.
+    """
+    wide = x.double().flatten(1)
+    _, vectors = torch.linalg.eigh(wide @ wide.T)
+    slab = vectors.flip(1)[:, :slab_rank]
+    left = (slab.T @ wide).unflatten(1, x.shape[1:]).to(torch.float32)
+    return FullTucker(slab.to(torch.float32), truncate(left, token_rank, feature_rank))

@@ -155,11 +155,15 @@ def test_compress_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_p
 
 def test_spectrum(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "spectrum"
-    result = call("spectrum", model_dir, "--text", texts[0], "--tokens", 64, "--out", out)
+    result = call("spectrum", model_dir, "--text", texts[0], "--tokens", 64, "--bos", "--out", out)
     assert result.exit_code == 0, result.output
     stored = json.loads((out / "spectrum.json").read_text())
     assert stored["tokens"] == 64
-    assert result.stdout.splitlines() == stored["findings"]
+    lines = result.stdout.splitlines()
+    assert lines[: len(stored["findings"])] == stored["findings"]
+    assert [line.partition(":")[0] for line in lines[len(stored["findings"]) :]] == [
+        c["text"] for c in stored["claims"]
+    ]
     assert (out / "spectrum.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -11,7 +11,15 @@ from transformers.cache_utils import DynamicCache
 
 from kvslim.decomposing.spectrum import cumulative_share, mode_energies, rank_for_error
 from kvslim.errors import ConfigError
-from kvslim.evaluating.spectrum import cache_spectra, findings, plot_spectra, spectrum_of, tensor_spectra
+from kvslim.evaluating.spectrum import (
+    AxisSpectrum,
+    cache_spectra,
+    check_claims,
+    findings,
+    plot_spectra,
+    spectrum_of,
+    tensor_spectra,
+)
 
 
 def known_ranks(*, heads: int, tokens: int, features: int) -> torch.Tensor:
@@ -60,6 +68,53 @@ def test_findings_follow_the_numbers() -> None:
     assert "Most redundant: features" in few_features[0]
 
 
+def spectra_with(**kinds: dict[str, tuple[float, int]]) -> list[AxisSpectrum]:
+    """Entries with these ``(rank for 10 %, full rank)`` per kind and axis."""
+    return [
+        AxisSpectrum(kind, axis, full, rank, full, (1.0,) * full)
+        for kind, axes in kinds.items()
+        for axis, (rank, full) in axes.items()
+    ]
+
+
+AS_IN_THE_PAPER = {
+    "keys_pre": {"heads": (3, 3), "tokens": (40, 100), "features": (20, 64), "layers": (29, 30)},
+    "keys_post": {"heads": (3, 3), "tokens": (60, 100), "features": (30, 64), "layers": (29, 30)},
+    "values": {"heads": (3, 3), "tokens": (80, 100), "features": (50, 64), "layers": (28, 30)},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "axis", "rank", "broken"),
+    [
+        ("values", "layers", 26, "Heads and layers are nearly incompressible"),
+        ("keys_post", "tokens", 99, "Tokens and features carry the redundancy"),
+        ("values", "features", 19, "Values are harder than keys"),
+        ("keys_post", "features", 19, "Keys are easier before RoPE than after"),
+        (None, None, None, None),
+    ],
+)
+def test_each_claim_fails_by_its_own_numbers(
+    kind: str | None, axis: str | None, rank: int | None, broken: str | None
+) -> None:
+    places = {one: dict(axes) for one, axes in AS_IN_THE_PAPER.items()}
+    if kind is not None:
+        places[kind][axis] = (rank, places[kind][axis][1])
+    claims = check_claims(spectra_with(**places))
+    assert [claim.text for claim in claims if not claim.holds] == ([broken] if broken else [])
+    assert len(claims) == 4
+    assert "values heads 100%, layers" in claims[0].evidence
+    features = places["values"]["features"][0]
+    assert claims[2].evidence.endswith(f"tokens 40.0 against 80.0 of 100, features 20.0 against {features}.0 of 64")
+
+
+def test_an_axis_of_one_is_no_evidence() -> None:
+    places = {kind: {**axes, "heads": (1, 1)} for kind, axes in AS_IN_THE_PAPER.items()}
+    assert "heads" not in check_claims(spectra_with(**places))[0].evidence
+    places = {kind: {**axes, "layers": (1, 1)} for kind, axes in places.items()}
+    assert [claim.text[:6] for claim in check_claims(spectra_with(**places))] == ["Values", "Keys a"]
+
+
 @torch.no_grad()
 def test_before_rope_means_the_keys_as_projected(tiny_llama: PreTrainedModel) -> None:
     ids = torch.randint(2, 128, (50,), generator=torch.Generator().manual_seed(0))
@@ -91,6 +146,8 @@ def test_results_and_plot(tiny_llama: PreTrainedModel, tmp_path: Path) -> None:
     assert len(data["spectra"]) == 12
     assert data["spectra"][0]["fraction_10"] == results.spectra[0].fraction_10
     assert len(data["findings"]) == 5
+    assert [claim["holds"] for claim in data["claims"]] == [claim.holds for claim in results.claims]
+    assert len(data["claims"]) == 4
     assert (tmp_path / "spectrum.png").stat().st_size > 10_000
     assert dataclasses.is_dataclass(results)
 

@@ -31,6 +31,9 @@ class Family:
         attention: the attention module, in a decoder layer.
         query, key, value, output: the projections, in the attention module.
         key_norm: keys are normalised per head between the projection and the rotation.
+        rope_layers: the layer type whose rotation counts, where the rotary module keeps one per type and names its
+            frequencies ``TYPE_inv_freq``: the full-attention layers, the only ones that are compressed. ``None``: all
+            layers share one.
         palu: the key and value projections can be factored. A row without it serves run-time methods only.
     """
 
@@ -43,6 +46,7 @@ class Family:
     value: str = "v_proj"
     output: str = "o_proj"
     key_norm: bool = False
+    rope_layers: str | None = None
     palu: bool = True
 
 
@@ -53,6 +57,7 @@ FAMILIES: dict[str, Family] = {
         Family("mistral"),
         Family("qwen2", palu=False),
         Family("qwen3", key_norm=True, palu=False),
+        Family("gemma3_text", key_norm=True, rope_layers="full_attention", palu=False),
     )
 }
 """All rows by ``model_type``. ``llama`` covers SmolLM2, Vicuna and LongChat too."""
@@ -143,11 +148,15 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     family = family_of(model)
     layers = getattr(base_model_of(model), family.layers, None)
     if layers is None or not all(hasattr(layer, family.attention) for layer in layers):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} says model type {family.model_type!r} but its decoder layers are not where that "
-            f"family keeps them. Pass the plain transformers model (unwrap adapters and compiled modules first)."
-        )
+        raise _unlike_its_row(model, family, "decoder layers are")
     return list(layers)
+
+
+def _unlike_its_row(model: PreTrainedModel, family: Family, parts: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} says model type {family.model_type!r} but its {parts} not where that family keeps "
+        f"them. Pass the plain transformers text model (unwrap adapters and compiled modules first)."
+    )
 
 
 def kv_shape_of(config_or_model: Any) -> KVShape:
@@ -170,10 +179,16 @@ def rotary_of(model: PreTrainedModel) -> nn.Module:
     """The model's own rotary embedding module, checked to rotate every position the same way for ever.
 
     Raises:
-        UnsupportedModelError: the family is unknown, or its frequencies change with the sequence length.
+        UnsupportedModelError: the family is unknown, the model is not built as its row says, or the frequencies of its
+            full-attention layers change with the sequence length.
     """
-    rotary: nn.Module = getattr(base_model_of(model), family_of(model).rotary)
-    rope_type = str(getattr(rotary, "rope_type", "default"))
+    family = family_of(model)
+    rotary: nn.Module | None = getattr(base_model_of(model), family.rotary, None)
+    if rotary is None:
+        raise _unlike_its_row(model, family, "rotary embedding is")
+    rope_type: Any = getattr(rotary, "rope_type", "default")
+    if isinstance(rope_type, dict):
+        rope_type = rope_type.get(family.rope_layers)
     if rope_type in _MOVING_FREQUENCIES:
         raise UnsupportedModelError(
             f"The rope type {rope_type!r} changes its frequencies with the sequence length, so a cached key cannot be "
@@ -182,32 +197,41 @@ def rotary_of(model: PreTrainedModel) -> nn.Module:
     return rotary
 
 
-def rope_from(rotary: nn.Module) -> Rope:
+def rope_from(rotary: nn.Module, layers: str | None = None) -> Rope:
     """The rotation that a rotary embedding module applies now, read from its live frequencies.
+
+    Args:
+        rotary: the module.
+        layers: the layer type, where the module keeps a rotation per type; see :class:`Family`.
 
     The module's ``attention_scaling`` (yarn) is a factor on rotated queries and keys, no part of the rotation: see
     :func:`attention_scaling_of`.
     """
-    live: Any = rotary.inv_freq
+    live: Any = getattr(rotary, _of_type("inv_freq", layers))
     inv_freq = live.detach().float()
     return Rope(inv_freq=inv_freq, rotary_dim=2 * int(inv_freq.shape[0]))
 
 
+def _of_type(name: str, layers: str | None) -> str:
+    return name if layers is None else f"{layers}_{name}"
+
+
 def rope_of(model: PreTrainedModel) -> Rope:
-    """The rotation of the model's keys: ``(rotary_dim / 2,)`` float32 frequencies in radians per position.
+    """The rotation of the keys of full-attention layers: ``(rotary_dim / 2,)`` float32, radians per position.
 
     Rotating a cached key back and forth with it is right for every fixed rope type: a constant ``attention_scaling``
     passes through unchanged.
 
     Raises:
-        UnsupportedModelError: the family is unknown, or its frequencies change with the sequence length.
+        UnsupportedModelError: as :func:`rotary_of`.
     """
-    return rope_from(rotary_of(model))
+    return rope_from(rotary_of(model), family_of(model).rope_layers)
 
 
 def attention_scaling_of(model: PreTrainedModel) -> float:
-    """The factor on rotated queries and keys (1 except for yarn)."""
-    return float(getattr(rotary_of(model), "attention_scaling", 1.0))
+    """The factor on rotated queries and keys of full-attention layers (1 except for yarn)."""
+    name = _of_type("attention_scaling", family_of(model).rope_layers)
+    return float(getattr(rotary_of(model), name, 1.0))
 
 
 def sliding_window_of(config_or_model: Any) -> list[int | None]:

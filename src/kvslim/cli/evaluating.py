@@ -158,6 +158,7 @@ def spectrum(
     text: TextFile = None,
     out: Annotated[Path, typer.Option(help="Directory for spectrum.json and spectrum.png.")] = Path("spectrum-out"),
     tokens: Annotated[int, typer.Option(help="Tokens of the cache to look at.")] = 2048,
+    bos: Annotated[bool, typer.Option("--bos", help="Start with the beginning-of-text token.")] = False,
     dtype: DType = "float32",
     device: Device = "cpu",
 ) -> None:
@@ -173,15 +174,15 @@ def spectrum(
     check_writable(out, directory=True)
 
     from kvslim.evaluating.spectrum import plot_spectra, spectrum_of
-    from kvslim.evaluating.windows import evenly_spaced_windows
+    from kvslim.evaluating.windows import bos_token, evenly_spaced_windows
 
     loaded, tokenizer = load_model(model, weights, device)
     if source is None:
         source, _ = python_topics(tokenizer, tokens)
-    ids = evenly_spaced_windows(source.tokens(tokenizer), 1, tokens)[0]
+    ids = evenly_spaced_windows(source.tokens(tokenizer), 1, tokens, bos_token(tokenizer) if bos else None)[0]
     results = spectrum_of(loaded, model, ids, source.origin)
     results.save(out / "spectrum.json")
     plot_spectra(results, out / "spectrum.png")
-    for sentence in results.findings:
+    for sentence in (*results.findings, *results.claims):
         typer.echo(sentence)
     typer.echo(f"Written: {out / 'spectrum.json'}, {out / 'spectrum.png'}", err=True)

@@ -13,7 +13,7 @@ from kvslim.evaluating.continuation import ContinuationConfig, Steps
 from kvslim.evaluating.methods import Method, check_methods
 from kvslim.evaluating.results import EvalResults, ModelFingerprint
 from kvslim.evaluating.texts import TextSource, check_apart, python_topics
-from kvslim.evaluating.windows import evenly_spaced_windows
+from kvslim.evaluating.windows import bos_token, evenly_spaced_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,9 +81,7 @@ def evaluate(
     """
     check_methods(methods, calibrated=calibration is not None)
     check_apart(text, calibration)
-    bos = tokenizer.bos_token_id if config.bos else None
-    if config.bos and bos is None:
-        raise ConfigError("The tokenizer has no beginning-of-text token: leave bos out.")
+    bos = bos_token(tokenizer) if config.bos else None
     protocol = config.continuation
     text = text or python_topics(tokenizer, config.windows * protocol.window)[0]
     windows = evenly_spaced_windows(text.tokens(tokenizer), config.windows, protocol.window, bos)

@@ -1,7 +1,8 @@
 """Where a model's KV cache is redundant: energy per axis of keys and values, before and after the rotary embedding.
 
 This is JoLT's first observation, made for any model and text: tokens and features hold most of the redundancy of a
-layer, heads little, and the rotation spreads the keys' energy over more token components.
+layer, heads little, and the rotation spreads the keys' energy over more token components. Each part of it is checked on
+the model at hand, and may fail there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 AXES = ("heads", "tokens", "features", "layers")
 ERRORS = (0.1, 0.01)
 """The relative errors that ranks are given for."""
+
+NEARLY_FULL = 0.9
+"""An axis is called nearly incompressible if a 10 % error takes at least this fraction of its full rank."""
 
 KINDS = {"keys_pre": "keys before RoPE", "keys_post": "keys after RoPE", "values": "values"}
 
@@ -64,6 +68,24 @@ class AxisSpectrum:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """One part of the paper's finding, checked.
+
+    Attributes:
+        text: what the paper says.
+        holds: whether it is so here, on every axis and kind that it speaks of.
+        evidence: the numbers that decide it, in words.
+    """
+
+    text: str
+    holds: bool
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.text}: {'holds' if self.holds else 'does not hold'} ({self.evidence})."
+
+
+@dataclass(frozen=True)
 class SpectrumResults:
     """The spectra of one model on one text.
 
@@ -73,6 +95,7 @@ class SpectrumResults:
         tokens: tokens of the cache that was looked at.
         spectra: one entry per kind and axis.
         findings: what the numbers say, one sentence each.
+        claims: the paper's finding in parts, and whether each holds.
         environment: where and how.
         schema: version of the JSON layout.
     """
@@ -82,6 +105,7 @@ class SpectrumResults:
     tokens: int
     spectra: tuple[AxisSpectrum, ...]
     findings: tuple[str, ...]
+    claims: tuple[Claim, ...]
     environment: Environment = field(default_factory=Environment.now)
     schema: int = SCHEMA
 
@@ -174,11 +198,61 @@ def _rope_sentence(axis: str, pre: AxisSpectrum, post: AxisSpectrum) -> str:
     return f"Along {axis}, keys need {counts} for 10 % error: {verdict}."
 
 
+def check_claims(spectra: list[AxisSpectrum]) -> list[Claim]:
+    """The paper's finding in four parts, each checked by the fractions of full rank that a 10 % error takes.
+
+    An axis of size one says nothing and is left out. With one head, tokens and features are the two sides of one matrix
+    and have the same spectrum.
+    """
+    by_place = {(one.kind, one.axis): one for one in spectra if one.full > 1}
+    still = {kind: _axes(by_place, kind, ("heads", "layers")) for kind in KINDS}
+    rich = {kind: _axes(by_place, kind, ("tokens", "features")) for kind in KINDS}
+    outer = [one for axes in still.values() for one in axes]
+    claims = []
+    if outer:
+        claims += [
+            Claim(
+                "Heads and layers are nearly incompressible",
+                all(one.fraction_10 >= NEARLY_FULL for one in outer),
+                _fractions(still),
+            ),
+            Claim(
+                "Tokens and features carry the redundancy",
+                all(
+                    one.fraction_10 < other.fraction_10 for kind in KINDS for one in rich[kind] for other in still[kind]
+                ),
+                f"{_fractions(rich)}, against {_fractions(still)}",
+            ),
+        ]
+    for text, easy, hard in (
+        ("Values are harder than keys", "keys_pre", "values"),
+        ("Keys are easier before RoPE than after", "keys_pre", "keys_post"),
+    ):
+        pairs = list(zip(rich[easy], rich[hard], strict=True))
+        words = [f"{a.axis} {a.rank_10:.1f} against {b.rank_10:.1f} of {a.full}" for a, b in pairs]
+        claims.append(Claim(text, all(a.rank_10 < b.rank_10 for a, b in pairs), "components: " + ", ".join(words)))
+    return claims
+
+
+def _axes(by_place: dict[tuple[str, str], AxisSpectrum], kind: str, axes: tuple[str, ...]) -> list[AxisSpectrum]:
+    return [by_place[kind, axis] for axis in axes if (kind, axis) in by_place]
+
+
+def _fractions(axes: dict[str, list[AxisSpectrum]]) -> str:
+    parts = [
+        f"{KINDS[kind]} {', '.join(f'{one.axis} {one.fraction_10:.0%}' for one in chosen)}"
+        for kind, chosen in axes.items()
+        if chosen
+    ]
+    return "; ".join(parts)
+
+
 def spectrum_of(model: PreTrainedModel, name: str, ids: Tensor, origin: str) -> SpectrumResults:
     """Spectra and findings with everything needed to repeat them. Errors as :func:`cache_spectra`."""
     spectra = cache_spectra(model, ids)
     fingerprint = ModelFingerprint.of(name, model)
-    return SpectrumResults(fingerprint, origin, int(ids.shape[0]), tuple(spectra), tuple(findings(spectra)))
+    found, checked = tuple(findings(spectra)), tuple(check_claims(spectra))
+    return SpectrumResults(fingerprint, origin, int(ids.shape[0]), tuple(spectra), found, checked)
 
 
 def plot_spectra(results: SpectrumResults, path: Path) -> None:
@@ -191,7 +265,8 @@ def plot_spectra(results: SpectrumResults, path: Path) -> None:
             kept = [(rank + 1) / one.full for rank in range(one.full)]
             errors = [max(1 - share, 1e-12) ** 0.5 for share in one.share]
             label = f"{one.axis} (full rank {one.full})"
-            axes.plot(kept, errors, color=COLOURS[index], label=label, drawstyle="steps-post")
+            style = ("-", (0, (2, 2)))[index % 2]  # lines that lie on each other stay two
+            axes.plot(kept, errors, color=COLOURS[index], label=label, drawstyle="steps-post", linestyle=style)
         for error in ERRORS:
             axes.axhline(error, color="grey", linestyle=":", linewidth=0.8)
         axes.set(yscale="log", ylim=(1e-3, 1.1), xlim=(0, 1), title=name, xlabel="rank kept, as a fraction of full")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,3 +39,14 @@ def evenly_spaced_windows(ids: Sequence[int] | Tensor, count: int, length: int, 
     starts = [index * (available - body) // max(count - 1, 1) for index in range(count)]
     rows = torch.stack([flat[start : start + body] for start in starts])
     return rows if bos_id is None else torch.nn.functional.pad(rows, (1, 0), value=bos_id)
+
+
+def bos_token(tokenizer: Any) -> int:
+    """The id of the tokenizer's beginning-of-text token.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if tokenizer.bos_token_id is None:
+        raise ConfigError("The tokenizer has no beginning-of-text token: leave bos out.")
+    return int(tokenizer.bos_token_id)

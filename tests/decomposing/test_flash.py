@@ -13,8 +13,9 @@ from kvslim.errors import ConfigError, NonFiniteError
 
 MakeCell = Callable[..., torch.Tensor]
 FLASH = [route for route in ROUTES if route != "exact"]
-SHAPES = [(4, 300, 24), (6, 80, 24)]  # Gram matrix of the columns, and of the tokens
-CAP = 16
+LARGE = [(4, 300, 24), (6, 90, 24)]  # Gram matrix of the columns, and of the tokens
+SHAPES = [(3, 120, 16), (4, 40, 16)]
+CAP = 10
 
 
 def svd_tails(x: torch.Tensor) -> torch.Tensor:
@@ -39,16 +40,16 @@ def vectors_of(found: Hosvd) -> torch.Tensor:
     return found.token_vectors
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("fall", [1.2, 1.6, 2.5])
+@pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize(("route", "excess"), [("gram", 1.005), ("randomized", 1.02)])
 def test_truncation_error_is_near_that_of_the_svd(
-    arithmetic: str, make_cell: MakeCell, route: SpectrumRoute, excess: float, fall: float, shape: tuple[int, int, int]
+    arithmetic: str, make_cell: MakeCell, route: SpectrumRoute, excess: float, shape: tuple[int, int, int]
 ) -> None:
-    x = make_cell(*shape, fall=fall)
-    best, vectors = svd_tails(x), vectors_of(spectra(x, route, cap=CAP))
-    for rank in (1, CAP // 2, CAP):
-        assert lost(x, vectors[:, :rank]) <= excess**2 * float(best[rank])
+    for fall in (1.2, 1.6, 2.5):
+        x = make_cell(*shape, fall=fall)
+        best, vectors = svd_tails(x), vectors_of(spectra(x, route, cap=16))
+        for rank in (1, 8, 16):
+            assert lost(x, vectors[:, :rank]) <= excess**2 * float(best[rank])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -119,25 +120,23 @@ def test_cells_are_read_one_at_a_time_and_let_go(make_cell: MakeCell) -> None:
     assert len(spectra_of_many(cells(), "gram")) == 4
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize("route", FLASH)
 def test_a_warm_start_needs_fewer_steps(
     arithmetic: str, make_cell: MakeCell, route: SpectrumRoute, shape: tuple[int, int, int]
 ) -> None:
-    """Started from a similar cell's vectors, one step is better than one step and a cold start."""
+    """A similar cell's vectors lose less after no step than a random start does, and after one as little as asked."""
     x = make_cell(*shape)
-    start = vectors_of(
-        hosvd(x + 0.05 * x.std() * torch.randn(x.shape, generator=torch.Generator().manual_seed(7)), CAP)
-    )
-    cold = lost(x, vectors_of(spectra(x, route, cap=CAP, steps=1)))
-    warm = lost(x, vectors_of(spectra(x, route, cap=CAP, steps=1, start=start)))
-    best = float(svd_tails(x)[CAP])
-    assert warm - best < 0.5 * (cold - best)
-    by_default = lost(x, vectors_of(spectra(x, route, cap=CAP, start=start)))
-    assert by_default <= {"gram": 1.005, "randomized": 1.02}[route] ** 2 * best
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(7))
+    start = vectors_of(hosvd(x + 0.05 * x.std() * noise, 16))
+    best = float(svd_tails(x)[16])
+    excess = [lost(x, vectors_of(spectra(x, route, cap=16, steps=0, start=s))) / best - 1 for s in (None, start)]
+    assert excess[1] < 0.5 * excess[0]
+    after_one = lost(x, vectors_of(spectra(x, route, cap=16, steps=1, start=start)))
+    assert after_one <= {"gram": 1.005, "randomized": 1.02}[route] ** 2 * best
 
 
-@pytest.mark.parametrize("columns", [1, 12, 40])
+@pytest.mark.parametrize("columns", [1, 8, 30])
 def test_a_start_may_have_any_number_of_columns(arithmetic: str, make_cell: MakeCell, columns: int) -> None:
     cells = [make_cell(*SHAPES[0], seed=seed) for seed in range(2)]
     start = vectors_of(hosvd(cells[0], columns))

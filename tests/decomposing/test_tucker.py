@@ -95,9 +95,9 @@ def error_of(x: torch.Tensor, rebuilt: torch.Tensor) -> float:
     return float((rebuilt.double() - x.double()).norm() / x.double().norm())
 
 
-@pytest.mark.parametrize("shape", [(4, 300, 24), (6, 80, 24)])
+@pytest.mark.parametrize("shape", [(3, 120, 16), (4, 40, 16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("ranks", [(10, 24), (10, 15), (16, 5)])
+@pytest.mark.parametrize("ranks", [(6, 16), (10, 6)])
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route_truncates_nearly_as_well_as_the_exact_one(
     arithmetic: str,
@@ -109,7 +109,7 @@ def test_every_route_truncates_nearly_as_well_as_the_exact_one(
 ) -> None:
     x = make_cell(*shape).to(dtype)
     best = error_of(x, truncate(x.float(), *ranks).reconstruct())
-    found = spectra(x, route, cap=16)
+    found = spectra(x, route, cap=10)
     for given_spectra in (found, dataclasses.replace(found, token_vectors=None)):
         factors = truncate(x, *ranks, given_spectra)
         assert {factors.core.dtype, factors.token.dtype} == {torch.float32}

@@ -174,7 +174,7 @@ def test_spectrum(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> 
     ("arguments", "words"),
     [
         ("eval MODEL --methods fancy", "Unknown method 'fancy'.*jolt-3x"),
-        ("eval MODEL --methods jolt-1x", "ratio must be above 1"),
+        ("eval MODEL --methods jolt-0.9x", "ratio is at least 1"),
         ("eval MODEL --methods palu-30", "--calibration FILE"),
         ("eval MODEL --text nowhere.txt", "nowhere.txt cannot be read"),
         ("eval MODEL --tokens 0", "tokens and score"),
@@ -190,7 +190,7 @@ def test_spectrum(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> 
         ("eval MODEL --text FILE --calibration COPY", "is the test text"),
         ("eval FILE", "is a file"),
         ("eval ./no/such/model", "neither an existing directory nor a possible hub id"),
-        ("generate MODEL --prompt x --ratio 1", "ratio must be above 1"),
+        ("generate MODEL --prompt x --ratio 0.9", "ratio is at least 1"),
         ("generate MODEL --prompt x --cache int4 --ratio 3", "ratio of its own"),
         ("generate MODEL --prompt x --cache palu-30", "kvslim compress"),
         ("generate MODEL", "no prompt"),

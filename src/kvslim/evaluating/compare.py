@@ -56,6 +56,7 @@ class MethodResult:
             tokens and layers together; exact sinks and recent tokens are part of both.
         seconds: mean time per window to compress, prefill excluded; for Palu of its own prefill.
         note: what differs from the request, or empty.
+        key_share: share of the compressed cells' bytes that is for keys, mean over windows; None without cells.
         one_pass_perplexity: perplexity over whole windows in one forward pass, for the uncompressed model and Palu if
             it was asked for. Nothing is read back from a cache there, so run-time methods have none.
     """
@@ -74,6 +75,7 @@ class MethodResult:
     value_error: float
     seconds: float
     note: str = ""
+    key_share: float | None = None
     one_pass_perplexity: float | None = None
 
 
@@ -244,8 +246,13 @@ def _pool(method: Method, scored: list[Scored], tokens: int, variant: PaluVarian
         key_error=_relative([one.key_lost for one in scored], [one.key_energy for one in scored]),
         value_error=_relative([one.value_lost for one in scored], [one.value_energy for one in scored]),
         seconds=sum(one.seconds for one in scored) / len(scored),
+        key_share=_mean([one.key_share for one in scored if one.key_share is not None]),
         note="" if variant is None else _palu_note(variant.report),
     )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _relative(lost: list[float], energy: list[float]) -> float:

@@ -87,6 +87,7 @@ class Scored:
         nbytes: measured bytes of the cache after compression, before scoring.
         dense_nbytes: bytes of the same tokens in bf16.
         seconds: time to compress, prefill excluded; for Palu the time of its own prefill.
+        key_share: share of the compressed cells' bytes that is for keys; None without cells.
     """
 
     divergence: Divergence
@@ -97,6 +98,7 @@ class Scored:
     nbytes: int
     dense_nbytes: int
     seconds: float
+    key_share: float | None = None
 
 
 @torch.no_grad()
@@ -201,7 +203,14 @@ def _scored(
         nbytes=nbytes,
         dense_nbytes=sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in reference.filled.layers),
         seconds=seconds,
+        key_share=_key_share(cache),
     )
+
+
+def _key_share(cache: Any) -> float | None:
+    cells = getattr(cache, "cells", ())
+    total = sum(cell.nbytes for cell in cells)
+    return sum(cell.nbytes for cell in cells if cell.kind == "keys") / total if total else None
 
 
 def cache_bytes(cache: Any) -> int:

@@ -47,17 +47,17 @@ from kvslim.decomposing.flash import flash_cap, spectra_of_many
 from kvslim.decomposing.hosvd import Hosvd, hosvd
 from kvslim.decomposing.tucker import leading_slabs
 from kvslim.errors import BudgetError, ConfigError
-from kvslim.jolt_config import OUR_BITS, PAPER_BITS, JoltConfig, Price
+from kvslim.jolt_config import OUR_BITS, PAPER, PAPER_BITS, JoltConfig, Price
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers import PreTrainedTokenizerBase as TokenizerBase
 
-__all__ = ["OUR_BITS", "PAPER_BITS", "JoltCache", "JoltConfig", "Price"]
+__all__ = ["OUR_BITS", "PAPER", "PAPER_BITS", "JoltCache", "JoltConfig", "Price"]
 
 _SHORT = 256  # tokens below which a prompt that cannot meet its ratio stays exact rather than being refused
 _KEEP_VECTORS_BELOW = 1024  # slabs × features up to which exact singular vectors wait for the second pass
-_ALL_BELOW = 256  # slabs × features up to which all directions are looked for
+_ALL_BELOW = 512  # slabs × features up to which all directions are looked for
 _STEERED = 0.75  # share of the layer groups that follow the price when they arrive one by one; the rest repair
 _LEEWAY = 1.3  # a group that arrives may take so many times its expected share
 
@@ -286,9 +286,10 @@ class JoltCache(CompressedCache):
         return CellShape(slabs, tokens, self.shape.head_dim, core_slabs, self._item_bytes)
 
     def _weight(self, cell: Cell) -> float:
+        weight = self.config.key_weight if cell.kind == 0 else 1.0
         if self.config.weights is None:
-            return 1.0
-        return self.config.weights[2 * (cell.layers[0] // self.config.layer_group) + cell.kind]
+            return weight
+        return weight * self.config.weights[2 * (cell.layers[0] // self.config.layer_group) + cell.kind]
 
     def _row_budget(self, row: Sequence[_Offer], all_tokens: int) -> int:
         span = row[0].cell.span

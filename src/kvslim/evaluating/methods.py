@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvslim.baselines import IntegerCache, RotatedCache
 from kvslim.errors import ConfigError
-from kvslim.jolt import PAPER_BITS, JoltCache, JoltConfig
+from kvslim.jolt import PAPER, JoltCache, JoltConfig
 from kvslim.palu import PaluConfig
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class _Option:
 _JOLT_OPTIONS = (
     _Option("pre-rope", "pre-rope", lambda _: {"pre_rope": True}),
     _Option("post-rope", "post-rope", lambda _: {"pre_rope": False}),
-    _Option("paper", "paper", lambda _: {"bits": PAPER_BITS}),
+    _Option("paper", "paper", lambda _: dict(PAPER)),
     _Option("bits=0/2/4", r"bits=(\d+(?:/\d+)*)", lambda value: {"bits": tuple(map(int, value.split("/")))}),
     _Option("sinks=N", r"sinks=(\d+)", lambda value: {"sinks": int(value)}),
     _Option("window=N", r"window=(\d+)", lambda value: {"window": int(value)}),
@@ -165,6 +165,7 @@ _JOLT_OPTIONS = (
     _Option("seed=N", r"seed=(\d+)", lambda value: {"seed": int(value)}),
     _Option("exact|gram|randomized", "(exact|gram|randomized)", lambda value: {"spectra": value}),
     _Option("joint|uniform|greedy", "(joint|uniform|greedy)", lambda value: {"allocation": value}),
+    _Option("keys=WEIGHT", r"keys=(\d+(?:\.\d+)?)", lambda value: {"key_weight": float(value)}),
     _Option("split=SHARE", r"split=(0?\.\d+)", lambda value: {"split": float(value)}),
     _Option("slabs=SHARE", r"slabs=(0?\.\d+)", lambda value: {"slab_share": float(value)}),
     _Option("no-backbone", "no-backbone", lambda _: {"backbone": False}),

@@ -30,6 +30,7 @@ RATIOS = (1, 2, 3, 4, 5, 6, 8)
 ABLATION_RATIOS = (2, 3, 4, 5)
 SETTINGS = {
     "joint": "",
+    "joint, keys and values weighed alike": ":keys=1",
     "equal bytes per cell": ":uniform",
     "greedy": ":greedy",
     "half for keys, half for values": ":split=0.5",
@@ -46,11 +47,8 @@ def section_methods(section: str) -> list[str]:
         return ["none", *(f"jolt-{ratio}x{preset}" for preset in (":paper", "") for ratio in RATIOS)]
     if section == "ablation":
         return ["none", *(f"jolt-{ratio}x{one}" for ratio in ABLATION_RATIOS for one in SETTINGS.values())]
-    return [
-        "none",
-        *(f"jolt-{ratio}x:paper:{route}" for ratio in (2, 3, 4) for route in ("exact", "gram", "randomized")),
-        *(f"jolt-{ratio}x:{route}" for ratio in (2, 3, 4) for route in ("exact", "gram", "randomized")),
-    ]
+    routes, presets = ("exact", "gram", "randomized"), (":paper", "")
+    return ["none", *(f"jolt-{r}x{preset}:{route}" for preset in presets for r in (2, 3, 4) for route in routes)]
 
 
 def measure(args: argparse.Namespace) -> None:

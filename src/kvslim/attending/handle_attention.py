@@ -112,8 +112,8 @@ def attention_forward(
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
-                f"The attention implementation {HANDLE_ATTENTION!r} does not know {what} ({name}), which this model asks "
-                "for. Call model.set_attn_implementation('eager'); a compressed cache works with it too."
+                f"The attention implementation {HANDLE_ATTENTION!r} does not know {what} ({name}), which this model "
+                "asks for. Call model.set_attn_implementation('eager'); a compressed cache works with it too."
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     view = _view_of(key, value)

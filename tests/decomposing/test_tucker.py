@@ -78,12 +78,18 @@ def test_heads_are_not_mixed() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
-def test_constant_tensors(value: float) -> None:
-    x = torch.full((2, 20, 4), value)
-    assert torch.allclose(truncate(x, 1, 4).reconstruct(), x, atol=1e-5)
-    tail = hosvd(x).tail()
+@pytest.mark.parametrize("ranks", [(1, 4), (1, 2), (5, 3), (9, 4)])
+@pytest.mark.parametrize("route", ROUTES)
+def test_constant_tensors(arithmetic: str, route: SpectrumRoute, ranks: tuple[int, int], value: float) -> None:
+    x = torch.full((3, 20, 4), value)
+    found = spectra(x, route)
+    factors = truncate(x, *ranks, found)
+    assert torch.allclose(factors.reconstruct(), x, atol=1e-5)
+    rows = factors.core.transpose(0, 1).flatten(1)
+    assert torch.allclose(rows @ rows.T, torch.eye(len(rows)), atol=1e-5)
+    tail = found.tail()
     assert torch.isfinite(tail).all()
-    assert float(tail[1, 1]) < 1e-9
+    assert float(tail[1, 1]) < 1e-5
 
 
 def test_rank_zero_is_nothing() -> None:

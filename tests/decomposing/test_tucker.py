@@ -13,7 +13,7 @@ from tensorly.decomposition import partial_tucker
 
 from kvslim.decomposing.flash import spectra
 from kvslim.decomposing.hosvd import ROUTES, SpectrumRoute
-from kvslim.decomposing.tucker import full_tucker, hosvd, truncate
+from kvslim.decomposing.tucker import hosvd, leading_slabs, truncate
 
 MakeCell = Callable[..., torch.Tensor]
 
@@ -78,12 +78,18 @@ def test_heads_are_not_mixed() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
-def test_constant_tensors(value: float) -> None:
-    x = torch.full((2, 20, 4), value)
-    assert torch.allclose(truncate(x, 1, 4).reconstruct(), x, atol=1e-5)
-    tail = hosvd(x).tail()
+@pytest.mark.parametrize("ranks", [(1, 4), (1, 2), (5, 3), (9, 4)])
+@pytest.mark.parametrize("route", ROUTES)
+def test_constant_tensors(arithmetic: str, route: SpectrumRoute, ranks: tuple[int, int], value: float) -> None:
+    x = torch.full((3, 20, 4), value)
+    found = spectra(x, route)
+    factors = truncate(x, *ranks, found)
+    assert torch.allclose(factors.reconstruct(), x, atol=1e-5)
+    rows = factors.core.transpose(0, 1).flatten(1)
+    assert torch.allclose(rows @ rows.T, torch.eye(len(rows)), atol=1e-5)
+    tail = found.tail()
     assert torch.isfinite(tail).all()
-    assert float(tail[1, 1]) < 1e-9
+    assert float(tail[1, 1]) < 1e-5
 
 
 def test_rank_zero_is_nothing() -> None:
@@ -161,22 +167,15 @@ def test_truncation_in_sequence_is_close_to_alternating_least_squares(
     assert theirs * (1 - 1e-4) <= ours <= 1.03 * theirs
 
 
-def test_full_tucker_at_full_slab_rank_is_the_partial_one(make_cell: MakeCell) -> None:
-    x = make_cell(4, 50, 10)
-    partial, full = truncate(x, 6, 7), full_tucker(x, 4, 6, 7)
-    assert torch.allclose(full.reconstruct(), partial.reconstruct(), atol=1e-5)
-    assert full.values == 4 * 4 + 4 * 6 * 7 + 50 * 6 + 10 * 7
-
-
-def test_full_tucker_loses_the_slabs_it_drops() -> None:
-    directions = torch.randn(3, 50, 10, generator=torch.Generator().manual_seed(0))
-    mixing = torch.linalg.qr(torch.randn(5, 3, generator=torch.Generator().manual_seed(1))).Q
-    x = torch.tensordot(mixing * torch.tensor([3.0, 2.0, 1.0]), directions, dims=1)
-    assert error_of(x, full_tucker(x, 3, 50, 10).reconstruct()) < 1e-5
-    energies = torch.linalg.svdvals(x.flatten(1).double()).square()
-    two = full_tucker(x, 2, 50, 10)
-    assert error_of(x, two.reconstruct()) == pytest.approx(
-        float((energies[2:].sum() / energies.sum()).sqrt()), rel=1e-5
-    )
-    assert two.rest.feature is None
-    assert two.values == 5 * 2 + 2 * 20 * 10 + 50 * 20
+def test_leading_slabs_hold_the_most_energy_of_the_slab_mode() -> None:
+    """All of it where slabs depend on each other, and as much as the singular values say where they do not."""
+    rng = torch.Generator().manual_seed(3)
+    three = torch.randn(3, 50, 10, generator=rng)
+    x = torch.einsum("mk,ktd->mtd", torch.randn(4, 3, generator=rng), three)
+    for count in (1, 2, 3, 4):
+        slab = leading_slabs(x, count)
+        assert torch.allclose(slab.T @ slab, torch.eye(count), atol=1e-5)
+        kept = torch.einsum("mk,ktd->mtd", slab, torch.einsum("mk,mtd->ktd", slab, x))
+        singular = torch.linalg.svdvals(x.flatten(1).double())
+        lost = float(singular[count:].square().sum().sqrt())
+        assert float((kept - x).norm()) == pytest.approx(lost, abs=1e-3)

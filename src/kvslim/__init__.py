@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from kvslim.caching.latent import LatentCache
     from kvslim.jolt import JoltCache, JoltConfig
     from kvslim.palu import PaluConfig, compress
-    from kvslim.sessions import load_cache, load_session
+    from kvslim.session_store import SessionStore
+    from kvslim.sessions import load_cache, load_session, session_info
 
 _HOMES = {
     "JoltCache": "kvslim.jolt",
@@ -24,8 +25,10 @@ _HOMES = {
     "LatentCache": "kvslim.caching.latent",
     "PaluConfig": "kvslim.palu",
     "compress": "kvslim.palu",
+    "SessionStore": "kvslim.session_store",
     "load_cache": "kvslim.sessions",
     "load_session": "kvslim.sessions",
+    "session_info": "kvslim.sessions",
 }
 
 __all__ = [
@@ -34,10 +37,12 @@ __all__ = [
     "KvslimError",
     "LatentCache",
     "PaluConfig",
+    "SessionStore",
     "__version__",
     "compress",
     "load_cache",
     "load_session",
+    "session_info",
 ]
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from kvslim.caching.latent import LatentCache
     from kvslim.jolt import JoltCache, JoltConfig
     from kvslim.palu import PaluConfig, compress
-    from kvslim.sessions import load_cache, load_session
+    from kvslim.session_store import SessionStore
+    from kvslim.sessions import load_cache, load_session, session_info
 
 _HOMES = {
     "JoltCache": "kvslim.jolt",
@@ -28,9 +29,11 @@ _HOMES = {
     "LatentCache": "kvslim.caching.latent",
     "PaluConfig": "kvslim.palu",
     "compress": "kvslim.palu",
+    "SessionStore": "kvslim.session_store",
     "register": "kvslim.attending.handle_attention",
     "load_cache": "kvslim.sessions",
     "load_session": "kvslim.sessions",
+    "session_info": "kvslim.sessions",
 }
 
 __all__ = [
@@ -39,11 +42,13 @@ __all__ = [
     "KvslimError",
     "LatentCache",
     "PaluConfig",
+    "SessionStore",
     "__version__",
     "compress",
     "load_cache",
     "load_session",
     "register",
+    "session_info",
 ]
 
 

@@ -65,6 +65,12 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
         raise ConfigError(f"{path} cannot be written: {reason(error)}. Nothing was changed.") from error
 
 
+def discard_unfinished(folder: Path) -> None:
+    """Remove what writers left in ``folder`` when they were killed. Nobody may be writing there."""
+    for place in folder.glob(f"{_ASIDE}*"):
+        place.unlink(missing_ok=True)
+
+
 def check_writable(path: Path, *, directory: bool = False) -> None:
     """Find out, before work is done, whether ``path`` can be written. Nothing is made or left behind.
 

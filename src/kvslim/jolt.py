@@ -161,14 +161,15 @@ class JoltCache(CompressedCache):
 
         Arguments and errors: see :func:`~kvslim.checkpointing.session.write_session`.
         """
-        write_session(Path(path), self, self._settings(), input_ids=input_ids, tokenizer=tokenizer)
+        write_session(Path(path), self, self.session_settings(), input_ids=input_ids, tokenizer=tokenizer)
 
     @property
     def serialized_nbytes(self) -> int:
         """Bytes that :meth:`save` writes for the compressed prefix, without a tokenizer: what the budget covers."""
-        return serialized_bytes(self, self._settings())
+        return serialized_bytes(self, self.session_settings())
 
-    def _settings(self) -> Settings:
+    def session_settings(self) -> Settings:
+        """What a session keeps beside the cache."""
         price = (self.price.per_share, *self.price.shares) if self.price is not None else ()
         return Settings(self._model(), self.config.to_dict(), price)
 

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvslim.checkpointing.session import Session, read_session
+from kvslim.checkpointing.session_info import SessionInfo
+from kvslim.checkpointing.session_info import info as session_info
 from kvslim.errors import CheckpointError, ConfigError
 from kvslim.jolt import JoltCache, JoltConfig, Price
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Session", "load_cache", "load_session"]
+__all__ = ["Session", "SessionInfo", "load_cache", "load_session", "session_info"]
 
 
 def load_cache(

@@ -111,6 +111,13 @@ def restore(cache: CompressingCache, state: Snapshot) -> None:
     cache._share(state.prefix)
 
 
+def crop_to(cache: CompressingCache, columns: int) -> None:
+    """Keep the first ``columns`` positions, for a prompt that goes another way from there."""
+    if (surplus := cache.get_seq_length(cache._model_layers()[0]) - columns) > 0:
+        cache.crop(-surplus)
+        cache._rolled_back = False  # these were no candidates of assisted decoding
+
+
 def layer_groups(cache: CompressingCache) -> list[tuple[int, ...]]:
     """Slots of the layers that are coded together."""
     return cache._groups()

@@ -54,8 +54,8 @@ class ModelIdentity(JsonConfig):
         counts = (self.layers, self.kv_heads, self.head_dim, self.vocab)
         if not all(is_count(count) and count < 1 << 31 for count in counts):
             raise ConfigError(f"layers, kv_heads, head_dim and vocab are counts, not {counts!r}.")
-        if not is_count(self.sliding, least=0) or self.sliding >= self.layers:
-            raise ConfigError(f"sliding is fewer than {self.layers} layers, not {self.sliding!r}.")
+        if not is_count(self.sliding, least=0) or self.sliding > self.layers:
+            raise ConfigError(f"sliding is at most {self.layers} layers, not {self.sliding!r}.")
         if (self.window is None) != (self.sliding == 0) or not (self.window is None or is_count(self.window)):
             raise ConfigError(f"window is a token count if layers slide, not {self.window!r}.")
         if not all(isinstance(name, str) for name in (self.type, self.dtype, self.weights)):

@@ -23,7 +23,7 @@ from kvslim.caching.snapshot import SlidingState, Snapshot, layer_groups, restor
 from kvslim.checkpointing.fingerprint import ModelIdentity, identity_of, tokenizer_hash
 from kvslim.checkpointing.session_about import About
 from kvslim.checkpointing.session_blocks import Codec, put_together, take_apart, tensor_forms
-from kvslim.checkpointing.session_file import Part, SessionFile, file_bytes, write
+from kvslim.checkpointing.session_file import Part, SessionFile, UnreadableHereError, file_bytes, write
 from kvslim.errors import CacheStateError, ConfigError
 
 if TYPE_CHECKING:
@@ -91,6 +91,18 @@ def write_session(
     write(path, about.to_json(), head, data)
 
 
+def session_bytes(
+    cache: CompressedCache,
+    settings: Settings,
+    *,
+    input_ids: Tensor | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> int:
+    """Size of the file that :func:`write_session` would make. Raises as it does."""
+    about, head, data = _parts(cache, take(cache), settings, input_ids, tokenizer)
+    return file_bytes(about.to_json(), (*head, *data))
+
+
 def serialized_bytes(
     cache: CompressedCache,
     settings: Settings,
@@ -140,7 +152,7 @@ def read_session(
         try:
             cache = make_cache(about.config_of(file))
         except (ConfigError, TypeError) as error:  # of values that no JSON writer of ours makes
-            raise file.damaged(f"its settings are none ({error})") from error
+            raise UnreadableHereError(f"The settings of the session {path} are none of this kvslim: {error}") from error
         device = torch.device(device) if device is not None else model.device
         state = _read_state(file, about, cache, device)
         ids = read_ids(file, about)

@@ -74,9 +74,12 @@ class About:
         if not is_count(config.get("layer_group")):
             raise file.damaged("its settings name no layer group")
         try:
-            return cls(**{**fields, "model": ModelIdentity.from_dict(model)})
+            identity = ModelIdentity.from_dict(model)
         except (ConfigError, TypeError) as error:
             raise file.damaged(f"it names no model ({error})") from error
+        if identity.sliding == identity.layers:
+            raise file.damaged("its model has no layers to compress")
+        return cls(**{**fields, "model": identity})
 
     @property
     def cells(self) -> int:

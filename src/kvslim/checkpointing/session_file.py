@@ -52,8 +52,8 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class NewerFormatError(CheckpointError):
-    """The file is of a format that a later kvslim has made: not damaged, but not readable here."""
+class UnreadableHereError(CheckpointError):
+    """The file may well be whole, but it cannot be opened, or another version of kvslim wrote it."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class SessionFile:
         try:
             self._file: BinaryIO = path.open("rb")
         except OSError as error:
-            raise CheckpointError(f"The session {path} cannot be read: {reason(error)}.") from error
+            raise UnreadableHereError(f"The session {path} cannot be read: {reason(error)}.") from error
         try:
             self._read_head()
         except BaseException:
@@ -234,7 +234,7 @@ class SessionFile:
             if not isinstance(version, str) or not version.isascii() or not version.isdigit() or len(version) > 9:
                 raise ValueError("it has no format version")
             if int(version) > FORMAT_VERSION:
-                raise NewerFormatError(
+                raise UnreadableHereError(
                     f"The session {self.path} has format version {version}; this kvslim reads up to {FORMAT_VERSION}. "
                     "Update kvslim."
                 )
@@ -279,4 +279,4 @@ class SessionFile:
         try:
             return self._file.read(count)
         except OSError as error:
-            raise CheckpointError(f"The session {self.path} cannot be read: {reason(error)}.") from error
+            raise UnreadableHereError(f"The session {self.path} cannot be read: {reason(error)}.") from error

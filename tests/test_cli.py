@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from kvslim.cli import app
 from kvslim.cli.generating import cache_method
 from kvslim.errors import ConfigError, KvslimError, ModelSourceError
+from kvslim.evaluating.needle_results import NeedleResults
 from kvslim.evaluating.results import EvalResults
 
 WORDS = [f"w{index}" for index in range(126)]
@@ -49,7 +50,7 @@ def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded before the input was checked")
 
-    for module in ("compressing", "evaluating", "generating"):
+    for module in ("compressing", "evaluating", "generating", "needle"):
         monkeypatch.setattr(f"kvslim.cli.{module}.load_model", fail)
 
 
@@ -167,6 +168,21 @@ def test_spectrum(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> 
     assert (out / "spectrum.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_needle(model_dir: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "haystack.txt", tmp_path / "deep" / "needle.json"
+    text.write_text(" ".join(f"{WORDS[i % 100]} {WORDS[(3 * i) % 100]}." for i in range(400)))
+    options = ("--lengths", "300,400", "--depths", 3, "--seeds", 1, "--dtype", "float32")
+    result = call("needle", model_dir, "--methods", "none,int8", "--text", text, *options, "--out", out)
+    assert result.exit_code == 0, result.output
+    stored = NeedleResults.from_json(out.read_text())
+    assert [(score.method, len(score.trials)) for score in stored.scores] == [("none", 6), ("int8", 6)]
+    assert stored.text == str(text)
+    for score in stored.scores:
+        (row,) = (line for line in result.stdout.splitlines() if line.split()[:1] == [score.method])
+        assert row.split()[1:] == [f"{score.ratio:.2f}x", *(f"{score.found(n):.0%}" for n in (300, 400, None))]
+    assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +217,14 @@ def test_spectrum(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> 
         ("demo --tokens -1", "tokens and score"),
         ("spectrum MODEL --tokens 1", "at least 2"),
         ("spectrum MODEL --out FILE/deep", "cannot be written"),
+        ("needle MODEL --methods palu-30:svd", "run-time caches only"),
+        ("needle MODEL --lengths 10,x", "whole numbers with commas"),
+        ("needle MODEL --lengths 0", "lengths are numbers of tokens"),
+        ("needle MODEL --depths 0", "depths, seeds and max_new_tokens"),
+        ("needle MODEL --text nowhere.txt", "cannot be read"),
+        ("needle MODEL --out FILE/deep.json", "cannot be written"),
+        ("needle MODEL --out n.png", "would be both"),
+        ("needle MODEL --out model.json", "model.png is a directory"),
         ("compress MODEL -o OUT --rate 1", "rate is the fraction"),
         ("compress MODEL -o OUT --ranks magic", "uniform, fisher"),
         ("compress MODEL -o OUT --group-size 0", "group_size must be"),
@@ -285,7 +309,7 @@ def test_cache_names() -> None:
         cache_method("joltx", None)
 
 
-@pytest.mark.parametrize("command", ["demo", "compress", "generate", "eval", "spectrum"])
+@pytest.mark.parametrize("command", ["demo", "compress", "generate", "eval", "needle", "spectrum"])
 def test_help_has_an_example(command: str) -> None:
     result = call(command, "--help")
     assert result.exit_code == 0

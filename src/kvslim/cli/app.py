@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvslim.cli import compressing, evaluating, generating, sessions
+from kvslim.cli import compressing, evaluating, generating, needle, sessions
 from kvslim.cli.common import CleanErrors
 
 app = typer.Typer(
@@ -41,6 +41,10 @@ _EXAMPLES: dict[str, tuple[str, ...]] = {
         'kvslim generate default --prompt "What is a KV cache?" --cache none',
         'kvslim generate default --prompt-file report.txt --prompt "Sum this up." --cache jolt --ratio 4',
     ),
+    "needle": (
+        "kvslim needle default --methods none,jolt-2x,jolt-3x --text novel.txt --out needle.json",
+        "kvslim needle org/model --methods none,int4,jolt-4x --lengths 1024,2048,4096 --depths 5 --seeds 4",
+    ),
     "spectrum": (
         "kvslim spectrum default",
         "kvslim spectrum org/model --text book.txt --tokens 4096 --out book-spectrum",
@@ -52,6 +56,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compressing.compress,
     "generate": generating.generate,
     "eval": evaluating.evaluate_methods,
+    "needle": needle.needle,
     "spectrum": evaluating.spectrum,
 }
 

@@ -51,6 +51,18 @@ def dtype_of(name: str) -> torch.dtype:
     return known[name]
 
 
+def counts(option: str, listed: str) -> tuple[int, ...]:
+    """The comma-separated numbers given for ``option``.
+
+    Raises:
+        ConfigError: there are none, or one is no whole number.
+    """
+    parts = [part.strip() for part in listed.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"{option} are whole numbers with commas between them, such as 1024,2048, not {listed!r}.")
+    return tuple(map(int, parts))
+
+
 def check_model_name(name: str) -> None:
     """Refuse a name that cannot be a model, without preparing or loading any.
 

@@ -155,15 +155,36 @@ def score_cache(model: PreTrainedModel, cache: Cache, reference: Reference, conf
     Raises:
         ConfigError: the tokens are too few to be compressed, so that the uncompressed cache would be scored.
     """
-    share_prefill(model, reference.filled, cache, reference.ids[:, : config.tokens])
-    started = time.perf_counter()
+    prompt, seconds = reference.ids[:, : config.tokens], 0.0
     if isinstance(cache, CompressedCache):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # said as an error below
-            cache.compress()
-        if cache.prefix is None:
-            raise ConfigError(f"{config.tokens} tokens are too few to measure: {cache.note}. Use more tokens.")
-    return _scored(model, cache, reference, config, time.perf_counter() - started)
+        seconds = fill_and_compress(model, cache, reference.filled, prompt)
+    else:
+        share_prefill(model, reference.filled, cache, prompt)
+    return _scored(model, cache, reference, config, seconds)
+
+
+def fill_and_compress(model: PreTrainedModel, cache: CompressedCache, source: Cache, ids: Tensor) -> float:
+    """Put the prefill of ``ids`` ``(1, T)`` in ``source`` into ``cache`` and compress it; the compression's seconds.
+
+    Raises:
+        ConfigError: the tokens are too few to be compressed, so that the uncompressed cache would be measured.
+    """
+    share_prefill(model, source, cache, ids)
+    _finish(model)
+    started = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # said as an error below
+        cache.compress()
+    if cache.prefix is None:
+        raise ConfigError(f"{ids.shape[1]} tokens are too few to measure: {cache.note}. Use more tokens.")
+    _finish(model)
+    return time.perf_counter() - started
+
+
+def _finish(model: PreTrainedModel) -> None:
+    """Wait for the GPU, so that a clock around its work measures it."""
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
 
 
 @torch.no_grad()
@@ -173,8 +194,10 @@ def score_palu(model: PreTrainedModel, cache: LatentCache, reference: Reference,
     If the model computes in float32 the latents are rounded to bf16 after the prefill, as a bf16 model would keep
     them: what is counted is what is scored.
     """
+    _finish(model)
     started = time.perf_counter()
     prefill(model, cache, reference.ids[:, : config.tokens])
+    _finish(model)
     seconds = time.perf_counter() - started
     for layer in cache.layers:
         if layer.keys.element_size() > 2:

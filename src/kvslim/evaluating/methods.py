@@ -153,22 +153,26 @@ class _Option:
     read: Callable[[str], dict[str, Any]]
 
 
+_SHARE = r"(0?\.\d+|1(?:\.0)?)"
+
 _JOLT_OPTIONS = (
     _Option("pre-rope", "pre-rope", lambda _: {"pre_rope": True}),
     _Option("post-rope", "post-rope", lambda _: {"pre_rope": False}),
     _Option("paper", "paper", lambda _: dict(PAPER)),
+    _Option("rank-only", "rank-only", lambda _: {"bits": (0,)}),
+    _Option("no-backbone", "no-backbone", lambda _: {"backbone": False}),
     _Option("bits=0/2/4", r"bits=(\d+(?:/\d+)*)", lambda value: {"bits": tuple(map(int, value.split("/")))}),
     _Option("sinks=N", r"sinks=(\d+)", lambda value: {"sinks": int(value)}),
     _Option("window=N", r"window=(\d+)", lambda value: {"window": int(value)}),
     _Option("layers=N", r"layers=(\d+)", lambda value: {"layer_group": int(value)}),
     _Option("levels=KIND", r"levels=([a-z_]+)", lambda value: {"levels": value}),
     _Option("seed=N", r"seed=(\d+)", lambda value: {"seed": int(value)}),
-    _Option("exact|gram|randomized", "(exact|gram|randomized)", lambda value: {"spectra": value}),
+    _Option("seal=N|off", r"seal=(\d+|off)", lambda value: {"seal": None if value == "off" else int(value)}),
     _Option("joint|uniform|greedy", "(joint|uniform|greedy)", lambda value: {"allocation": value}),
+    _Option("split=SHARE", f"split={_SHARE}", lambda value: {"split": float(value)}),
+    _Option("slabs=SHARE", f"slabs={_SHARE}", lambda value: {"slab_share": float(value)}),
+    _Option("exact|gram|randomized", "(exact|gram|randomized)", lambda value: {"spectra": value}),
     _Option("keys=WEIGHT", r"keys=(\d+(?:\.\d+)?)", lambda value: {"key_weight": float(value)}),
-    _Option("split=SHARE", r"split=(0?\.\d+)", lambda value: {"split": float(value)}),
-    _Option("slabs=SHARE", r"slabs=(0?\.\d+)", lambda value: {"slab_share": float(value)}),
-    _Option("no-backbone", "no-backbone", lambda _: {"backbone": False}),
 )
 
 _PALU_OPTIONS = (
@@ -206,7 +210,11 @@ _FORMS = (
     _Form(re.compile("none"), "none", _uncompressed),
     _Form(re.compile("(int)([1-8])"), "int8, int4, int3, int2", _per_token),
     _Form(re.compile("(rot)([1-8])"), "rot6 … rot2", _per_token),
-    _Form(re.compile(f"jolt-{_NUMBER}x"), "jolt-3x, jolt-2.5x:post-rope, jolt-4x:bits=0/2/3/4:window=64", _jolt),
+    _Form(
+        re.compile(f"jolt-{_NUMBER}x"),
+        "jolt-3x, jolt-2.5x:post-rope, jolt-4x:paper, jolt-4x:bits=0/3/16:window=64",
+        _jolt,
+    ),
     _Form(re.compile(f"palu-{_NUMBER}"), "palu-30, palu-50:fisher, palu-30:gs1, palu-30:svd (percent removed)", _palu),
 )
 

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache
 from kvslim.baselines import IntegerCache, RotatedCache
 from kvslim.errors import ConfigError
 from kvslim.evaluating.methods import CacheMethod, Jolt, Palu, check_methods, parse_method, parse_methods
-from kvslim.jolt import JoltCache, JoltConfig
+from kvslim.jolt import PAPER, JoltCache, JoltConfig
 from kvslim.palu import PaluConfig
 
 

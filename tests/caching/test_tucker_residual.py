@@ -93,3 +93,37 @@ def test_map_keeps_shared_tensors_shared() -> None:
     first, second = map_tensors((x, x), torch.Tensor.clone)
     assert first is second
     assert storage_bytes([x, x[:1], x.clone()]) == 24
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    tokens=st.integers(1, 60),
+    features=st.integers(1, 40),
+    share=st.tuples(st.integers(0, 10), st.floats(0.1, 1), st.sampled_from([0, 2, 3, 5, 8])),
+    truncate_slabs=st.booleans(),
+    queries=st.sampled_from([1, 3, 50]),
+    data=st.data(),
+)
+def test_products_are_those_of_the_decoded_block(
+    layers: int, heads: int, tokens: int, features: int, share: tuple[int, float, int], truncate_slabs: bool,
+    queries: int, data: st.DataObject,
+) -> None:  # fmt: skip
+    token_rank, feature_share, bits = share
+    slabs, feature_rank = layers * heads, max(1, int(features * feature_share))
+    core_slabs = max(1, slabs // 2) if truncate_slabs else slabs
+    plan = CellPlan(min(token_rank, tokens, core_slabs * feature_rank), feature_rank, bits)
+    rng = torch.Generator().manual_seed(tokens)
+    x = torch.randn(slabs, tokens, features, generator=rng)
+    slab = torch.linalg.qr(torch.randn(slabs, core_slabs, generator=rng)).Q if truncate_slabs else None
+    block = encode_cell(x, plan, kv_heads=heads, levels="lloyd_max", seed=0, slab=slab)
+    layer, start = data.draw(st.integers(0, layers - 1)), data.draw(st.integers(0, tokens - 1))
+    stop = data.draw(st.integers(start + 1, tokens))
+    dense = block.decode(layer, start, stop).double()
+    query = torch.randn(heads, queries, features, generator=rng)
+    weights = torch.randn(heads, queries, stop - start, generator=rng)
+    got, expected = block.scores(layer, query, start, stop), query.double() @ dense.mT
+    assert torch.allclose(got.double(), expected, atol=1e-5 * float(x.norm()))
+    got, expected = block.mix(layer, weights, start, stop), weights.double() @ dense
+    assert torch.allclose(got.double(), expected, atol=1e-5 * float(x.norm()))

@@ -36,13 +36,16 @@ def model(make_tiny: MakeTiny) -> PreTrainedModel:
 @pytest.fixture
 def path(model: PreTrainedModel, sessions: SimpleNamespace, tmp_path: Path) -> Path:
     """A session with all there can be: two rows, an inherited basis, a tail, ids, weights and a price."""
-    cache = JoltCache(model, ratio=3, bits=(0, 2, 4), seal=None, window=4, weights=(1.0, 2.0, 1.0, 2.0))
-    sessions.fill(cache, 300, rows=2)
+    cache = JoltCache(model, ratio=3, bits=(0, 8), seal=None, window=4, weights=(1.0, 2.0, 1.0, 2.0))
+    sessions.fill(cache, 600, rows=2)
     cache.compress()
-    sessions.fill(cache, 80, rows=2, seed=1)
+    sessions.fill(cache, 128, rows=2, seed=1)
     cache.seal()
     sessions.fill(cache, 3, rows=2, seed=2)
-    cache.save(tmp_path / "s", torch.arange(2 * 390).reshape(2, 390))
+    plans = " ".join(cell.plan for cell in cache.report().cells)
+    assert "inherited" in plans
+    assert "residual 8 bit" in plans
+    cache.save(tmp_path / "s", torch.arange(2 * 740).reshape(2, 740))
     return tmp_path / "s"
 
 
@@ -112,7 +115,7 @@ def forge(path: Path, change: Callable[[dict[str, Any], dict[str, Any], bytearra
 
 def test_the_forger_makes_files_that_load(model: PreTrainedModel, path: Path) -> None:
     forge(path, lambda *_: None)
-    assert kvslim.load_cache(path, model).get_seq_length() == 383
+    assert kvslim.load_cache(path, model).get_seq_length() == 731
 
 
 def test_a_newer_format_is_named(model: PreTrainedModel, path: Path) -> None:
@@ -243,7 +246,7 @@ def test_a_process_killed_in_the_middle_leaves_the_old_file(model: PreTrainedMod
     assert done.returncode == -9, done.stderr
     assert len(list(path.parent.iterdir())) == 2  # it was in the middle: the temporary file is there
     assert path.read_bytes() == before
-    assert kvslim.load_cache(path, model).get_seq_length() == 383
+    assert kvslim.load_cache(path, model).get_seq_length() == 731
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no file size limit")

@@ -38,6 +38,7 @@ from kvslim.caching.tucker_residual import (
     COPY_BITS,
     CellPlan,
     TuckerResidual,
+    directions,
     encode_cell,
     encode_on,
     projected_tail,
@@ -389,7 +390,8 @@ class JoltCache(CompressedCache):
             drifted = float(tail[-1]) > self.config.drift * basis.missed
         if self.config.backbone and (inherited is None or drifted):
             cap = self._cap(x.shape[0], x.shape[1])
-            spectra = spectra_of_many([x], self.config.spectra, cap=cap, seed=self.config.seed)[0]
+            start = None if basis is None or basis.factors is None else directions(basis.factors)
+            (spectra,) = spectra_of_many([x], self.config.spectra, cap=cap, starts=[start], seed=self.config.seed)
         (choices,) = own_choices([spectra], shape, bits, levels)
         choices = (choices if inherited is None else choices + inherited).weighted(self._weight(cell))
         return _Offer(cell, choices, spectra, None, basis)

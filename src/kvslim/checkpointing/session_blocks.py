@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvslim.caching.block import Block, ExactBlock, iter_tensors, storage_bytes
+from kvslim.caching.block import Block, ExactBlock
 from kvslim.caching.cells import KINDS
 from kvslim.caching.prefix import CodedStretch, CompressedRow, ExactStretch, PlacedBlock, Prefix, Stretch
 from kvslim.caching.report import CellReport
@@ -306,7 +306,7 @@ def _reports(plan: PrefixPlan, blocks: Mapping[tuple[int, int], Block], codec: C
                         layers=tuple(codec.model_layers[slot] for slot in codec.groups[index // 2]),
                         kind=KINDS[index % 2],
                         plan=str(cell_plan(cell, codec.shape.head_dim)),
-                        nbytes=storage_bytes(iter_tensors(block)),
+                        nbytes=block.nbytes,
                         error=cell.error,
                         energy=cell.energy,
                         start=plan.stretches[number].place,

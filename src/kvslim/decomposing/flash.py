@@ -307,8 +307,9 @@ def _assembled(
 
 
 def _energy(x: Tensor) -> Tensor:
-    """Squared norm as a float64 scalar on the device of ``x``: float32 within a token's features, float64 over them."""
-    energy: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).double().square().sum()
+    """Squared norm as a float64 scalar on the device of ``x``; on a GPU float32 within a token's features."""
+    within = torch.float32 if subspace.on_gpu(x) else torch.float64
+    energy: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=within).double().square().sum()
     if not subspace.on_gpu(x) and not torch.isfinite(energy):
         raise NonFiniteError("A cell holds NaN or Inf.")  # LAPACK would say so in other words
     return energy

@@ -10,8 +10,9 @@ prompts of one layer would, so each can start from the vectors of another.
 
 ``exact`` is ``torch.linalg.svd`` of ``A`` in float32. Errors are relative Frobenius norms of ``A - A V Vᵀ``, in
 float64, at rank 256 and at the cap; the excess is over the SVD's. Seconds are the best of ``--repeats`` calls of one
-cell, on the clock and of the processor. On a GPU the cells are bfloat16, the time of a batch is taken too, and ``warm`` starts from another cell's
-vectors. ``--profile`` times the parts of the route ``gram``, on the device and until the host is done launching.
+cell, on the clock and of the processor (other processes disturb the first). On a GPU the cells are bfloat16, the time
+of a batch is taken too, and ``warm`` starts from another cell's vectors. ``--profile`` times the parts of the route
+``gram``, on the device and until the host is done launching.
 
 No network; needs the package, and about 4 GB of memory for 32 heads × 32k tokens on a CPU.
 """

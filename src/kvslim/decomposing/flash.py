@@ -47,7 +47,7 @@ _FULL_FROM = 0.75  # share of all directions from which on a Gram matrix is deco
 _COLD_STEPS = {"gram": 3, "randomized": 1}
 _WARM_STEPS = {"gram": 2, "randomized": 1}
 # Directions iterated beyond the cap, as a share of it. A step on A itself is dear beside a wider basis.
-_OVERSAMPLING = {"gram": 1 / 8, "randomized": 1 / 4}
+_OVERSAMPLING = {"gram": 1 / 8, "randomized": 3 / 16}
 _SKETCH_ROWS = 4  # rows per direction of the sketch in which the randomized route takes its first step
 
 

@@ -249,33 +249,29 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure every shape and write one JSON file."""
+    """Measure every shape; the JSON file is written anew after each."""
     args = arguments()
-    rows: list[dict[str, Any]] = []
-    batches: list[dict[str, Any]] = []
-    parts: dict[str, dict[str, list[float]]] = {}
-    for heads in args.heads:
-        for tokens in args.tokens:
-            if not args.profile_only:
-                rows += compare(args, heads, tokens)
-                batches += batched(args, heads, tokens) if args.device == "cuda" else []
-            if args.profile or args.profile_only:
-                parts[f"{heads}x{tokens}"] = profile(args, heads, tokens)
-    if args.out is None:
-        return
-    result = {
+    result: dict[str, Any] = {
         "environment": dataclasses.asdict(Environment.now()),
         "threads": torch.get_num_threads(),
         "dtype": str(args.dtype).removeprefix("torch."),
         "generator": "A = N diag(i^-0.81) W^T; N normal, W random orthogonal",
-        "rows": rows,
-        "batches": batches,
-        "parts_ms": parts,
+        "rows": [],
+        "batches": [],
+        "parts_ms": {},
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    target = args.out / f"flash_table-{args.device}.json"
-    write_atomically(target, (json.dumps(result, indent=1) + "\n").encode())
-    print(f"wrote {target}")
+    for heads in args.heads:
+        for tokens in args.tokens:
+            if not args.profile_only:
+                result["rows"] += compare(args, heads, tokens)
+                result["batches"] += batched(args, heads, tokens) if args.device == "cuda" else []
+            if args.profile or args.profile_only:
+                result["parts_ms"][f"{heads}x{tokens}"] = profile(args, heads, tokens)
+            if args.out is not None:
+                args.out.mkdir(parents=True, exist_ok=True)
+                target = args.out / f"flash_table-{args.device}.json"
+                write_atomically(target, (json.dumps(result, indent=1) + "\n").encode())
+                print(f"wrote {target}", flush=True)
 
 
 if __name__ == "__main__":

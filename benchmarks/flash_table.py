@@ -10,8 +10,9 @@ prompts of one layer would, so each can start from the vectors of another.
 
 ``exact`` is ``torch.linalg.svd`` of ``A`` in float32. Errors are relative Frobenius norms of ``A - A V Vᵀ``, in
 float64, at rank 256 and at the cap; the excess is over the SVD's. Seconds are the best of ``--repeats`` calls of one
-cell. On a GPU the cells are bfloat16, the time of a batch is taken too, and ``warm`` starts from another cell's
-vectors. ``--profile`` times the parts of the route ``gram``, on the device and until the host is done launching.
+cell, on the clock and of the processor (other processes disturb the first). On a GPU the cells are bfloat16, the time
+of a batch is taken too, and ``warm`` starts from another cell's vectors. ``--profile`` times the parts of the route
+``gram``, on the device and until the host is done launching.
 
 No network; needs the package, and about 4 GB of memory for 32 heads × 32k tokens on a CPU.
 """
@@ -24,6 +25,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +62,26 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def timed(call: Callable[[], Any], device: str, repeats: int) -> tuple[Any, float]:
+@dataclass(frozen=True)
+class Seconds:
+    """Least wall-clock and least processor seconds of some calls; the latter do not see other processes."""
+
+    wall: float
+    processor: float
+
+
+def timed(call: Callable[[], Any], device: str, repeats: int) -> tuple[Any, Seconds]:
     """Result and least seconds of ``repeats`` calls, each waited for."""
-    best, result = math.inf, None
+    walls, processors, result = [], [], None
     for _ in range(repeats):
         result = None
         synchronize(device)
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         result = call()
         synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return result, best
+        walls.append(time.perf_counter() - start[0])
+        processors.append(time.process_time() - start[1])
+    return result, Seconds(min(walls), min(processors))
 
 
 def errors_of(x: Tensor, vectors: Tensor) -> list[float]:
@@ -84,15 +95,14 @@ def errors_of(x: Tensor, vectors: Tensor) -> list[float]:
     return [math.sqrt(max(0.0, 1 - float(captured[:rank].sum()) / total)) for rank in (RANK, vectors.shape[1])]
 
 
-def exact(x: Tensor, device: str, caps: list[int], repeats: int) -> dict[str, Any]:
-    """Seconds of the SVD, and its error at rank 256 and each cap."""
+def exact(x: Tensor, device: str, caps: list[int], repeats: int) -> tuple[dict[int, float], Seconds]:
+    """Errors of the SVD at rank 256 and each cap, and its seconds."""
     unfolded = unfold(x.float())
     if device == "cuda":
         torch.linalg.svd(unfolded[:256, :256], full_matrices=False)  # loads the libraries
     parts, seconds = timed(lambda: torch.linalg.svd(unfolded, full_matrices=False), device, repeats)
     energies = parts[1].double().square()
-    errors = {rank: math.sqrt(float(energies[rank:].sum() / energies.sum())) for rank in {RANK, *caps}}
-    return {"seconds": seconds, "errors": errors}
+    return {rank: math.sqrt(float(energies[rank:].sum() / energies.sum())) for rank in {RANK, *caps}}, seconds
 
 
 def compare(args: argparse.Namespace, heads: int, tokens: int) -> list[dict[str, Any]]:
@@ -100,7 +110,7 @@ def compare(args: argparse.Namespace, heads: int, tokens: int) -> list[dict[str,
     x, other = make_cells(2, heads, tokens, args.dtype, args.device)
     most = min(tokens, heads * FEATURES)
     caps = sorted({min(most, cap or flash_cap(tokens)) for cap in args.caps})
-    best = exact(x, args.device, caps, args.exact_repeats)
+    best, svd = exact(x, args.device, caps, args.exact_repeats)
     rows = []
     for cap in caps:
         start = spectra(other, "gram", cap=cap).token_vectors
@@ -113,9 +123,11 @@ def compare(args: argparse.Namespace, heads: int, tokens: int) -> list[dict[str,
                 told = math.sqrt(float(found.tail()[cap, -1]))
                 rows.append({
                     "heads": heads, "tokens": tokens, "cap": cap, "route": route, "warm": warm,
-                    "svd_seconds": best["seconds"], "seconds": seconds, "speedup": best["seconds"] / seconds,
-                    "svd_error": [best["errors"][RANK], best["errors"][cap]], "error": errors,
-                    "excess": [errors[0] / best["errors"][RANK], errors[1] / best["errors"][cap]],
+                    "svd_seconds": svd.wall, "seconds": seconds.wall, "speedup": svd.wall / seconds.wall,
+                    "svd_cpu_seconds": svd.processor, "cpu_seconds": seconds.processor,
+                    "cpu_speedup": svd.processor / seconds.processor,
+                    "svd_error": [best[RANK], best[cap]], "error": errors,
+                    "excess": [errors[0] / best[RANK], errors[1] / best[cap]],
                     "error_told": told,
                 })  # fmt: skip
                 print_row(rows[-1])
@@ -165,9 +177,9 @@ def profile(args: argparse.Namespace, heads: int, tokens: int) -> dict[str, list
     cap = min(n, flash_cap(tokens))
     settings = flash._Settings(x, "gram", cap, None, 0)
     unfolded = unfold(x)
-    grams = torch.stack([subspace.gram(unfold(one)) for one in cells])
+    grams = torch.stack([subspace.token_gram(one) for one in cells])
     operator = subspace.GramOperator(grams)
-    y = subspace.sketch(grams, settings.width, 0)
+    y = subspace.sketch(grams.split(settings.width, dim=1), settings.width, 0)
     fill = settings.fill(y)
     basis = subspace.orthonormalize(y, fill)
     h = basis.mT @ operator.precise(basis)
@@ -180,9 +192,10 @@ def profile(args: argparse.Namespace, heads: int, tokens: int) -> dict[str, list
         "energy": (1, lambda: flash._energy(x) if args.device == "cpu" else torch.linalg.vector_norm(x, dim=-1)),
         "unfold": (1, lambda: unfold(x)),
         "gram": (1, lambda: subspace.gram(unfolded)),
+        "unfold and gram": (1, lambda: subspace.token_gram(x)),
         "stack of Gram matrices": (count, lambda: torch.stack(list(grams))),
         "half-precision parts": (count, lambda: subspace.GramOperator(grams)),
-        "sketch": (count, lambda: subspace.sketch(grams, settings.width, 0)),
+        "sketch": (count, lambda: subspace.sketch(grams.split(settings.width, dim=1), settings.width, 0)),
         "orthonormalize, rough": (count, lambda: subspace.orthonormalize(y, fill, rough=True)),
         "orthonormalize": (count, lambda: subspace.orthonormalize(y, fill)),
         "G Q": (count, lambda: operator(basis)),
@@ -208,7 +221,8 @@ def profile(args: argparse.Namespace, heads: int, tokens: int) -> dict[str, list
 def print_row(row: dict[str, Any]) -> None:
     """One line of the table."""
     shape = f"{row['heads']:3} x {row['tokens']:6} cap {row['cap']:3}"
-    times = f"svd {row['svd_seconds']:8.3f} s  ours {row['seconds']:8.4f} s  {row['speedup']:6.1f}x"
+    times = f"svd {row['svd_seconds']:8.3f} s  ours {row['seconds']:8.4f} s  {row['speedup']:5.1f}x"
+    times += f" (processor {row['svd_cpu_seconds']:7.2f} / {row['cpu_seconds']:7.3f} {row['cpu_speedup']:5.1f}x)"
     errors = "  ".join(
         f"{error:.4f} (x{excess:.4f})" for error, excess in zip(row["error"], row["excess"], strict=True)
     )
@@ -235,33 +249,29 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure every shape and write one JSON file."""
+    """Measure every shape; the JSON file is written anew after each."""
     args = arguments()
-    rows: list[dict[str, Any]] = []
-    batches: list[dict[str, Any]] = []
-    parts: dict[str, dict[str, list[float]]] = {}
-    for heads in args.heads:
-        for tokens in args.tokens:
-            if not args.profile_only:
-                rows += compare(args, heads, tokens)
-                batches += batched(args, heads, tokens) if args.device == "cuda" else []
-            if args.profile or args.profile_only:
-                parts[f"{heads}x{tokens}"] = profile(args, heads, tokens)
-    if args.out is None:
-        return
-    result = {
+    result: dict[str, Any] = {
         "environment": dataclasses.asdict(Environment.now()),
         "threads": torch.get_num_threads(),
         "dtype": str(args.dtype).removeprefix("torch."),
         "generator": "A = N diag(i^-0.81) W^T; N normal, W random orthogonal",
-        "rows": rows,
-        "batches": batches,
-        "parts_ms": parts,
+        "rows": [],
+        "batches": [],
+        "parts_ms": {},
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    target = args.out / f"flash_table-{args.device}.json"
-    write_atomically(target, (json.dumps(result, indent=1) + "\n").encode())
-    print(f"wrote {target}")
+    for heads in args.heads:
+        for tokens in args.tokens:
+            if not args.profile_only:
+                result["rows"] += compare(args, heads, tokens)
+                result["batches"] += batched(args, heads, tokens) if args.device == "cuda" else []
+            if args.profile or args.profile_only:
+                result["parts_ms"][f"{heads}x{tokens}"] = profile(args, heads, tokens)
+            if args.out is not None:
+                args.out.mkdir(parents=True, exist_ok=True)
+                target = args.out / f"flash_table-{args.device}.json"
+                write_atomically(target, (json.dumps(result, indent=1) + "\n").encode())
+                print(f"wrote {target}", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def test_inherited_bases_are_stored_once_and_shared_again(
     make_tiny: MakeTiny, sessions: SimpleNamespace, tmp_path: Path
 ) -> None:
     model = make_tiny()
-    cache = sessions.fill(JoltCache(model, ratio=4, bits=(0,), seal=None), 600)
+    cache = sessions.fill(JoltCache(model, ratio=3, bits=(0, 2, 4), key_weight=1, seal=None), 600)
     cache.compress()
     for seed in (1, 2):
         sessions.fill(cache, 128, seed=seed)

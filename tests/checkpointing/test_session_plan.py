@@ -15,7 +15,7 @@ from kvslim.errors import CheckpointError
 CELLS = 2
 numbers = st.floats(0, 1e300)
 measured: dict[str, Any] = {"missed": numbers, "error": numbers, "energy": numbers}
-exponents = st.integers(-600, 600)
+exponents = st.integers(-120, 120)
 owning = st.builds(
     CellRecord,
     token_rank=st.integers(1, 2**32 - 1),

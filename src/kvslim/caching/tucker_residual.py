@@ -24,6 +24,7 @@ _FACTOR_BYTES = 2
 # The norm of a cell in units of the gain is between 2**14 and 2**15, which bounds token factors and residual scales. A
 # residual of 2**-11 of the norm, spread evenly over 2**28 entries, still has scales in float16's normal range.
 _HEADROOM = 15
+_WIDEST_GAIN = 120  # gains are powers of two that float32 holds, and their inverses too
 
 
 @dataclass(frozen=True)
@@ -239,6 +240,16 @@ def project(x: Tensor, basis: TuckerFactors) -> Tensor:
     return torch.einsum("mtd,mrd->tr", wide, basis.core.to(torch.float32))
 
 
+def directions(basis: TuckerFactors) -> Tensor:
+    """The token directions of a basis over all slabs and features: ``(m d, r)`` float32, nearly orthonormal."""
+    core = basis.core.to(torch.float32)
+    if basis.slab is not None:
+        core = torch.einsum("mk,krd->mrd", basis.slab.to(torch.float32), core)
+    if basis.feature is not None:
+        core = core @ basis.feature.to(torch.float32).T
+    return core.transpose(1, 2).flatten(0, 1)
+
+
 def projected_tail(x: Tensor, basis: TuckerFactors) -> Tensor:
     """Share of the energy of ``x`` outside the first 0, 1, … directions of a basis: ``(r + 1,)`` float64."""
     energy = _energy(x)
@@ -252,14 +263,17 @@ def _finish(
     levels: LevelKind, seed: int,
 ) -> Encoded:  # fmt: skip
     """Round the factors and code what they leave. ``factors.token`` is in units of ``x``."""
-    gain = 2.0 ** (math.ceil(math.log2(energy) / 2) - _HEADROOM) if energy > 0 else 1.0
+    power = math.ceil(math.log2(energy) / 2) - _HEADROOM if energy > 0 else 0
+    gain = 2.0 ** max(-_WIDEST_GAIN, min(power, _WIDEST_GAIN))
     backbone = None
     if factors is not None:
         # Row-major always: a cache read from disk then decodes bit for bit as the one that was written. What is in
         # half precision already is an earlier block's, and stays shared.
         factors = map_tensors(
             dataclasses.replace(factors, token=factors.token / gain),
-            lambda part: part if part.dtype == torch.float16 else part.to(torch.float16).contiguous(),
+            lambda part: (
+                part if part.dtype == torch.float16 else part.to(torch.float16, memory_format=torch.contiguous_format)
+            ),
         )
         backbone = factors.reconstruct()
     residual = None

@@ -24,7 +24,7 @@ _CELL = struct.Struct("<BBIHHhhddd")
 _EXACT, _FEATURE, _INHERITED, _NEVER = 1, 2, 4, 0xF8  # flags; no writer sets the others
 MOST_POSITIONS = 1 << 30
 """Rows × columns beyond which a plan is refused: neither is backed by bytes of the file."""
-_WIDEST_GAIN = 1100  # powers of two: beyond what a float64 energy can give
+_WIDEST_GAIN = 120  # powers of two: beyond what a float64 energy can give
 
 
 @dataclass(frozen=True)

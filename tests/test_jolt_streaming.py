@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from kvslim.caching.block import mover
 from kvslim.caching.prefix import CodedStretch
 from kvslim.caching.report import header_bytes, stretch_header_bytes
 from kvslim.caching.tucker_residual import TuckerResidual
@@ -392,6 +393,16 @@ def test_offload_to_the_cpu_and_back_changes_nothing(make_tiny: MakeTiny) -> Non
     assert all(torch.equal(a, b) for a, b in zip(cache.compressible[0].dense(), before, strict=True))
     assert cache.to("cpu") is cache
     assert all(torch.equal(a, b) for a, b in zip(cache.compressible[0].dense(), before, strict=True))
+    source.feed(200)
+    cache.seal()  # on inherited bases: what is shared stays shared on another device
+    shared = cache.prefix_nbytes
+    assert cache.to("cpu").prefix_nbytes == shared
+    whole = torch.arange(12.0).view(3, 4)
+    move = mover("cpu")
+    part, rest = move(whole[:, :2]), move(whole[1:])
+    assert torch.equal(part, whole[:, :2])
+    assert torch.equal(rest, whole[1:])
+    assert part.untyped_storage().data_ptr() == rest.untyped_storage().data_ptr()
     meta = copy.deepcopy(cache).to("meta")
     assert {t.device.type for t in meta.prefix.tensors()} == {"meta"}  # type: ignore[union-attr]
 

@@ -154,8 +154,9 @@ def test_logits_equal_those_of_decompress_mode(
         assert sum(isinstance(stretch, CodedStretch) for stretch in own.prefix.rows[0].stretches) == 2
         return logits
 
-    for got, expected in zip(*both_modes(tiny_llama, run), strict=True):
-        assert torch.allclose(got, expected, atol=1e-4)
+    # Sealing codes keys and values that differ in the last bit between the modes, so that a code at a tie may differ.
+    for got, expected, bound in zip(*both_modes(tiny_llama, run), (1e-4, 2e-3, 2e-3, 2e-3), strict=True):
+        assert torch.allclose(got, expected, atol=bound)
         assert torch.equal(got.argmax(-1), expected.argmax(-1))
 
 

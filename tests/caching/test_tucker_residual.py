@@ -117,7 +117,7 @@ def test_products_are_those_of_the_decoded_block(
     rng = torch.Generator().manual_seed(tokens)
     x = torch.randn(slabs, tokens, features, generator=rng)
     slab = torch.linalg.qr(torch.randn(slabs, core_slabs, generator=rng)).Q if truncate_slabs else None
-    block = encode_cell(x, plan, kv_heads=heads, levels="lloyd_max", seed=0, slab=slab)
+    block = encode_cell(x, plan, kv_heads=heads, levels="lloyd_max", seed=0, slab=slab).block
     layer, start = data.draw(st.integers(0, layers - 1)), data.draw(st.integers(0, tokens - 1))
     stop = data.draw(st.integers(start + 1, tokens))
     dense = block.decode(layer, start, stop).double()

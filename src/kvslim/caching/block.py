@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -138,3 +139,20 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind ``tensors``: a view counts as all that it keeps alive, a share once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
     return sum(storages.values())
+
+
+def mover(device: torch.device | str) -> Callable[[Tensor], Tensor]:
+    """A function that moves tensors to ``device`` such that those which share a storage share one there too."""
+    moved: dict[int, Tensor] = {}
+
+    def move(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not tensor.numel() or storage.nbytes() == tensor.numel() * tensor.element_size():
+            return tensor.to(device)
+        key = storage.data_ptr()
+        if key not in moved:
+            moved[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage).to(device)
+        whole = moved[key].view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    return move

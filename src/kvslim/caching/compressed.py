@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvslim.caching.block import storage_bytes
+from kvslim.caching.block import mover, storage_bytes
 from kvslim.caching.cells import reports_after_crop, reports_after_select
 from kvslim.caching.compressing import UNTOUCHED, CompressingCache
 from kvslim.caching.report import CacheReport
@@ -100,7 +100,7 @@ class CompressedCache(CompressingCache):
                 layer.keys, layer.values = layer.keys.to(device), layer.values.to(device)
                 layer.device = layer.keys.device
         if self.prefix is not None:
-            self._share(self.prefix.map(lambda tensor: tensor.to(device)))
+            self._share(self.prefix.map(mover(device)))
         return self
 
     def offload_prefix(self, device: torch.device | str = "cpu") -> Self:
@@ -113,7 +113,7 @@ class CompressedCache(CompressingCache):
         """
         if self.prefix is None:
             raise CacheStateError("There is no compressed prefix to offload. Prefill and compress() first.")
-        moved = self.prefix.map(lambda tensor: tensor.to(device))
+        moved = self.prefix.map(mover(device))
         self._share(dataclasses.replace(moved, like=self.prefix.like))
         return self
 

@@ -56,6 +56,7 @@ class MethodResult:
             tokens and layers together; exact sinks and recent tokens are part of both.
         seconds: mean time per window to compress, prefill excluded; for Palu of its own prefill.
         note: what differs from the request, or empty.
+        key_share: share of the compressed cells' bytes that keys take; ``None`` where there are no cells.
         one_pass_perplexity: perplexity over whole windows in one forward pass, for the uncompressed model and Palu if
             it was asked for. Nothing is read back from a cache there, so run-time methods have none.
     """
@@ -74,6 +75,7 @@ class MethodResult:
     value_error: float
     seconds: float
     note: str = ""
+    key_share: float | None = None
     one_pass_perplexity: float | None = None
 
 
@@ -189,6 +191,20 @@ def compare(
     return [_pool(method, scored[method.name], tokens, variants.get(method.name)) for method in methods]
 
 
+def measure(
+    model: PreTrainedModel, method: CacheMethod, references: Sequence[Reference], config: ContinuationConfig
+) -> MethodResult:
+    """One run-time method on windows whose uncompressed runs are at hand, pooled as in :func:`compare`.
+
+    For many methods in separate steps, where :func:`compare` would run the uncompressed model anew for each.
+
+    Raises:
+        ConfigError, BudgetError, NonFiniteError, UnsupportedModelError: of the method.
+    """
+    scored = [score_cache(model, method.make_cache(model), reference, config) for reference in references]
+    return _pool(method, scored, len(references) * config.tokens, None)
+
+
 def with_one_pass(
     model: PreTrainedModel,
     results: Sequence[MethodResult],
@@ -230,6 +246,8 @@ def _measure(
 def _pool(method: Method, scored: list[Scored], tokens: int, variant: PaluVariant | None) -> MethodResult:
     total = sum((one.divergence for one in scored), Divergence())
     nbytes = sum(one.nbytes for one in scored)
+    keys = sum(one.key_nbytes for one in scored)
+    cells = keys + sum(one.value_nbytes for one in scored)
     return MethodResult(
         method=method.name,
         family=method.family,
@@ -245,6 +263,7 @@ def _pool(method: Method, scored: list[Scored], tokens: int, variant: PaluVarian
         value_error=_relative([one.value_lost for one in scored], [one.value_energy for one in scored]),
         seconds=sum(one.seconds for one in scored) / len(scored),
         note="" if variant is None else _palu_note(variant.report),
+        key_share=keys / cells if cells else None,
     )
 
 

@@ -56,10 +56,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
-# Only torch stays pinned here: an unpinned torch would be another download of its own.
+# Only torch and the triton that belongs to it stay pinned here: another torch would be another download of its own.
 $(NEWEST)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "kvslim needs Python 3.11 or 3.12; none found. Set PYTHON=/path/to/python3.11"; exit 1; }
 	$(NEWEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(NEWEST)
-	grep '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	grep -E '^(torch|triton)==' constraints.txt > $(NEWEST)/constraints.txt
 	$(NEWEST)/bin/python -m pip install $(PIP_ARGS) -c $(NEWEST)/constraints.txt --upgrade --upgrade-strategy eager -e '.[dev]'
 	touch $@

@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,7 +75,11 @@ class Operation:
 
 
 def flipped(bits: int, size: int) -> Callable[[Any, Any, Cell], float]:
-    """Share of codes that differ; infinite where a code differs by more than one or a scale by more than a step."""
+    """Share of codes that differ under equal scales; infinite where one differs by more than one.
+
+    Also infinite if the scales of more than 1 row in 200 differ by more than a step: a tie while a scale is fitted
+    moves it by some steps.
+    """
 
     def error(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], _: Cell) -> float:
         steps = (ours[1].view(torch.int16).int() - theirs[1].view(torch.int16).int()).abs()
@@ -84,7 +89,8 @@ def flipped(bits: int, size: int) -> Callable[[Any, Any, Cell], float]:
             codes = codes.abs()[steps[slab] == 0]
             differing, count = differing + int((codes > 0).sum()), count + codes.numel()
             widest = max(widest, int(codes.max()))
-        return differing / count if widest <= 1 and int(steps.max()) <= 1 else float("inf")
+        moved = float((steps > 1).double().mean())
+        return differing / count if widest <= 1 and moved <= 0.005 else float("inf")
 
     return error
 
@@ -94,14 +100,15 @@ def relative(ours: Tensor, theirs: Tensor, _: Cell) -> float:
     return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
 
 
-def operations(kernels: dict[str, ModuleType], shape: tuple[int, int, int], widths: list[int]) -> list[Operation]:
+def operations(
+    kernels: dict[str, ModuleType], shape: tuple[int, int, int], widths: list[int], device: str
+) -> list[Operation]:
     """All rows of the table for one shape."""
     slabs, tokens, size = shape
     count, rows = slabs * tokens * size, slabs * tokens
-    freq = 1e4 ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+    freq = 1e4 ** -(torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
     encode, decode = kernels["residual_encode"].residual_encode, kernels["residual_decode"].residual_decode
     turn = kernels["unrotate"].unrotate
-    freq = freq.to("cuda")
     found = []
     for bits in widths:
         stored = count * bits // 8 + 2 * rows
@@ -227,15 +234,15 @@ def sweep(kernels: dict[str, ModuleType], cells: list[Cell], shape: tuple[int, i
     """Print times under other launch shapes, and with lookups at more widths."""
     encode = kernels["residual_encode"]
     compared = encode.COMPARED_BITS
-    for operation in operations(kernels, shape, widths):
+    for operation in operations(kernels, shape, widths, "cuda"):
         module = kernels.get("residual_" + operation.name.split()[0])
         if module is None:
             continue
-        for limit in (compared, 3) if operation.name == "encode 4 bits" else (compared,):
+        for limit in (compared, 4) if operation.name == "encode 4 bits" else (compared,):
             encode.COMPARED_BITS = limit  # type: ignore[attr-defined]
             for rows, warps, stages, per in (
-                (64, 4, 1, 2), (64, 4, 1, 3), (64, 4, 1, 4), (64, 4, 1, 16), (64, 4, 2, 2), (64, 4, 2, 3),
-                (64, 8, 1, 2), (128, 8, 1, 1), (128, 8, 1, 2), (128, 8, 2, 1), (128, 4, 1, 2),
+                (64, 4, 1, 2), (64, 4, 1, 3), (64, 4, 2, 1), (64, 4, 2, 2), (64, 8, 1, 2), (64, 8, 1, 3),
+                (128, 8, 1, 1), (128, 8, 1, 2), (128, 8, 2, 1),
             ):  # fmt: skip
                 with launched_as(module, LaunchShape(rows, warps, stages, per)):
                     try:
@@ -280,7 +287,7 @@ def main() -> None:
         print(
             f"{'operation':32} {'us':>8} {'GB/s':>7} {'must move MB':>12} {'reference us':>12} {'error':>9}", flush=True
         )
-        for operation in operations(kernels, shape, args.bits):
+        for operation in operations(kernels, shape, args.bits, args.device):
             row = measure(operation, cells, args.rounds)
             results.append({"shape": list(shape), **row})
             print(
@@ -294,7 +301,9 @@ def main() -> None:
         torch.cuda.empty_cache()
     args.out.mkdir(parents=True, exist_ok=True)
     target = args.out / f"codec-{torch.cuda.get_device_name().lower().replace(' ', '-')}.json"
-    target.write_text(json.dumps({**dataclasses.asdict(Environment.now()), "results": results}, indent=1) + "\n")
+    environment = dataclasses.asdict(Environment.now())
+    environment["versions"]["triton"] = version("triton")
+    target.write_text(json.dumps({**environment, "results": results}, indent=1) + "\n")
     print(target)
 
 

@@ -1,15 +1,16 @@
-"""Every JoLT table of docs/measurements.md, for one model and text: presets, ablations, spectra, baselines.
+"""Every table of JoLT in docs/measurements.md, measured through the compressed cache.
 
-    python benchmarks/jolt_table.py --model models/smollm2-135m-instruct --text data/test_tokenized.txt --device cuda
-    python benchmarks/jolt_table.py --show benchmarks/results/jolt_table-smollm2*.json --plot docs/jolt-smollm2.png
+    python benchmarks/jolt_table.py --model DIR --text test.txt --tokens 1024 2048 6144 --out benchmarks/results
+    python benchmarks/jolt_table.py --print benchmarks/results --plot docs/jolt.png
 
-The first form measures: T tokens are prefilled and compressed, the next N scored through the compressed cache, on
-evenly spaced windows. It writes one JSON file per T, whole after each cell, so that it can be stopped at any time;
-called again it measures only what is missing. The second form prints the tables of such files and plots them, without a
-model.
+One JSON per model, number of tokens and section (``ratios``, ``ablation``, ``routes``, ``baselines``), whole after each
+method. What such a file holds already is not measured again, so that a run can be stopped and taken up at any time, and
+a table can get new rows. ``--print`` writes the Markdown tables from the files, without measuring; ``--plot`` draws the
+divergence against the ratio.
 
-A cell is one method. Its name in the file is a hash of everything that decides its figures: model, text, protocol and
-all settings of the method. What a budget refuses is kept as refused, with the reason.
+Sections: ``ratios`` compares the paper's preset with ours from 1× to 8×; ``ablation`` takes the joint allocation apart
+(equal bytes per cell, greedy steps, ranks alone, bits alone, half of the bytes for keys, and full Tucker that truncates
+heads, or heads and layers, too); ``routes`` sets FlashJoLT beside exact spectra; ``baselines`` are codes per token.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,339 +30,249 @@ from kvslim import models
 from kvslim.attending.families import text_config
 from kvslim.errors import BudgetError, ConfigError, KvslimError
 from kvslim.evaluating.compare import MethodResult, measure
-from kvslim.evaluating.continuation import ContinuationConfig, run_reference
+from kvslim.evaluating.continuation import Reference, run_reference
+from kvslim.evaluating.evaluation import EvalConfig
 from kvslim.evaluating.methods import CacheMethod, parse_method
 from kvslim.evaluating.plots import COLOURS, new_figure, save_png
-from kvslim.evaluating.results import SCHEMA, Environment, ModelFingerprint
-from kvslim.evaluating.texts import read_text
+from kvslim.evaluating.results import Environment, EvalResults, ModelFingerprint
+from kvslim.evaluating.texts import TextSource, read_text
 from kvslim.evaluating.windows import bos_token, evenly_spaced_windows
-from kvslim.files import check_writable, write_atomically
+from kvslim.files import check_writable
 
 RATIOS = (1, 2, 3, 4, 5, 6, 8)
-ABLATED = (2, 3, 4, 5)
-PRESETS = {"paper": ":exact:paper", "ours": ":exact"}
-ABLATIONS = {
-    "joint (ours)": ":exact",
-    "uniform: equal bytes per cell": ":exact:uniform",
-    "greedy": ":exact:greedy",
-    "K and V half and half": ":exact:split=0.5",
-    "rank only": ":exact:rank-only",
-    "quantization only": ":exact:no-backbone",
-    "full Tucker, heads to 75 %": ":exact:slabs=0.75",
-    "full Tucker, heads to 50 %": ":exact:slabs=0.5",
-    "two layers per cell": ":exact:layers=2",
-    "two layers, full Tucker, heads and layers to 75 %": ":exact:layers=2:slabs=0.75",
-    "two layers, full Tucker, heads and layers to 50 %": ":exact:layers=2:slabs=0.5",
+ABLATION_RATIOS = (2, 3, 4, 5)
+SETTINGS = {
+    "joint": "",
+    "joint, keys and values weighed alike": ":keys=1",
+    "equal bytes per cell": ":uniform",
+    "greedy": ":greedy",
+    "half for keys, half for values": ":split=0.5",
+    "bits alone (rank 0)": ":no-backbone",
+    "ranks alone (no residual)": ":bits=0",
+    "full Tucker, 2/3 of the heads": ":slabs=0.67",
+    "full Tucker, 1/3 of the heads": ":slabs=0.34",
+    "two layers per cell": ":layers=2",
+    "two layers per cell, full Tucker, 2/3 of heads and layers": ":layers=2:slabs=0.67",
+    "two layers per cell, full Tucker, 1/3 of heads and layers": ":layers=2:slabs=0.34",
 }
-SPECTRA = {"exact": ":exact", "Gram route": ":gram", "randomized, as in the paper": ":randomized"}
-BASELINES = ("none", "int8", "int4", "int3", "int2", "rot6", "rot5", "rot4", "rot3", "rot2")
+PRESETS = {"JoLT, the paper's preset": ":paper", "JoLT, ours": ""}
+BASELINES = {"rotated": ("rot6", "rot5", "rot4", "rot3", "rot2"), "integers": ("int8", "int4", "int3", "int2")}
+SECTIONS = ("ratios", "ablation", "routes", "baselines")
 
-GROUPS: dict[str, list[str]] = {
-    "presets": ["none", *(f"jolt-{ratio}x{options}" for ratio in RATIOS for options in PRESETS.values())],
-    "spectra": [f"jolt-{ratio}x{options}" for options in SPECTRA.values() for ratio in ABLATED],
-    "ablations": [f"jolt-{ratio}x{options}" for options in ABLATIONS.values() for ratio in ABLATED],
-    "baselines": list(BASELINES),
-}
-"""Method names by table, in the order in which they are measured. The same cell in two tables is measured once."""
+Rows = dict[str, MethodResult]
 
 
-@dataclass
-class Cells:
-    """What was measured of one model, text and protocol, and the JSON file that it is kept in.
-
-    Attributes:
-        path: the file.
-        model: which model, a fingerprint.
-        text: origin and SHA-256 of the test text.
-        protocol: what is prefilled and scored, on how many windows, in which dtype.
-        runs: the environment of each call that measured a cell.
-        cells: by hash: the method, the number of its run, and its result or why it was refused.
-    """
-
-    path: Path
-    model: dict[str, Any]
-    text: dict[str, str]
-    protocol: dict[str, Any]
-    runs: list[dict[str, Any]] = field(default_factory=list)
-    cells: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> Cells:
-        """The file at ``path``.
-
-        Raises:
-            ConfigError: it is missing or no such file.
-        """
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            return cls(path, *(data[name] for name in ("model", "text", "protocol", "runs", "cells")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path} holds no JoLT tables ({error!r}). Give a file that this script wrote."
-            ) from error
-
-    def take_over(self) -> None:
-        """Take what the file at ``path`` holds already, if there is one.
-
-        Raises:
-            ConfigError: it is of another model, text or protocol.
-        """
-        if not self.path.exists():
-            return
-        found = Cells.read(self.path)
-        for name in ("model", "text", "protocol"):
-            theirs, ours = (_what_counts(one, name) for one in (found, self))
-            if theirs != ours:
-                raise ConfigError(
-                    f"{self.path} is of another {name}: {theirs}, not {ours}. Move it away or choose another --out."
-                )
-        self.runs, self.cells = found.runs, found.cells
-
-    def key(self, name: str) -> str:
-        """The hash of everything that decides the figures of method ``name``: 16 hexadecimal digits."""
-        method = parse_method(name)
-        config = {
-            **{name: _what_counts(self, name) for name in ("model", "text", "protocol")},
-            "method": {"family": method.family, **method.settings},
-        }
-        return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:16]
-
-    def result(self, name: str) -> MethodResult | None:
-        """The figures of method ``name``, or ``None`` if it was refused or is not measured yet."""
-        found = self.cells.get(self.key(name), {}).get("result")
-        return None if found is None else MethodResult(**found)
-
-    def refused(self, name: str) -> bool:
-        """Whether the budget refused method ``name``."""
-        return "refused" in self.cells.get(self.key(name), {})
-
-    def missing(self, names: Sequence[str]) -> list[str]:
-        """Those of ``names`` that are to be measured, each cell once."""
-        wanted = {self.key(name): name for name in reversed(names)}
-        return [
-            name for name in dict.fromkeys(names) if wanted.get(key := self.key(name)) == name and key not in self.cells
-        ]
-
-    def save(self) -> None:
-        """Write the file, atomically."""
-        data = {"schema": SCHEMA, **{k: v for k, v in vars(self).items() if k != "path"}}
-        write_atomically(self.path, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
-
-
-def _what_counts(cells: Cells, name: str) -> dict[str, Any]:
-    """A part of the description without where things lay: the same model and text may lie elsewhere next time."""
-    return {key: value for key, value in getattr(cells, name).items() if key not in ("name", "origin")}
+def section_methods(section: str) -> list[str]:
+    """Names of the methods of one section."""
+    if section == "ratios":
+        return ["none", *(f"jolt-{ratio}x{preset}" for preset in PRESETS.values() for ratio in RATIOS)]
+    if section == "ablation":
+        return ["none", *(f"jolt-{ratio}x{one}" for ratio in ABLATION_RATIOS for one in SETTINGS.values())]
+    if section == "baselines":
+        return ["none", *(name for names in BASELINES.values() for name in names)]
+    routes = ("exact", "gram", "randomized")
+    return ["none", *(f"jolt-{r}x{preset}:{one}" for preset in PRESETS.values() for r in (2, 3, 4) for one in routes)]
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def fill(cells: Cells, names: Sequence[str], model: Any, windows: torch.Tensor, deadline: float) -> None:
-    """Measure what is missing of ``names``, one cell at a time, until the clock passes ``deadline``."""
-    missing = cells.missing(names)
-    print(f"{cells.path.name}: {len(missing)} cells to measure", flush=True)
-    if not missing:
-        return
-    config = ContinuationConfig(cells.protocol["tokens"], cells.protocol["score"])
-    references = [run_reference(model, window, config) for window in windows]
-    cells.runs.append(dataclasses.asdict(Environment.now()))
-    for done, name in enumerate(missing):
-        if time.monotonic() > deadline:
-            print(f"stopped by --minutes, {len(missing) - done} cells are left", flush=True)
-            return
+def taken_over(path: Path, fresh: EvalResults) -> EvalResults:
+    """``fresh`` with what the file at ``path`` holds of it already, and where that was measured.
+
+    Raises:
+        ConfigError: the file is of another model, text or protocol.
+    """
+    if not path.exists():
+        return fresh
+    found = EvalResults.from_json(path.read_text(encoding="utf-8"))
+    nameless = [dataclasses.replace(one.model, name="") for one in (found, fresh)]
+    apart = [key for key, value in fresh.settings.items() if found.settings.get(key, value) != value]
+    if apart or nameless[0] != nameless[1]:
+        what = f"settings ({', '.join(apart)})" if apart else "model"
+        raise ConfigError(f"{path} is of another {what}. Move it away or choose another --out.")
+    source = {name: getattr(found.environment, name) for name in ("date", "command", "commit", "gpu")}
+    earlier = [*found.settings.get("earlier", []), {"methods": [one.method for one in found.methods], **source}]
+    return dataclasses.replace(fresh, methods=found.methods, settings={**fresh.settings, "earlier": earlier})
+
+
+def is_measured(name: str, results: EvalResults) -> bool:
+    """Whether the method is there with the same settings; those that did not exist yet do not count."""
+    now = parse_method(name).settings
+    return any(
+        one.method == name and all(now.get(key) == value for key, value in one.settings.items())
+        for one in results.methods
+    )
+
+
+def fill(path: Path, results: EvalResults, names: Sequence[str], model: Any, references: Sequence[Reference]) -> None:
+    """Measure ``names`` one by one and write the file after each, in the section's order; a refusal is kept too."""
+    config = EvalConfig(**{one.name: results.settings[one.name] for one in dataclasses.fields(EvalConfig)})
+    found = {one.method: one for one in results.methods}
+    refused: dict[str, str] = {}
+    for done, name in enumerate(names):
         method = parse_method(name)
         assert isinstance(method, CacheMethod)
-        cell: dict[str, Any] = {"method": name, "run": len(cells.runs) - 1}
         started = time.monotonic()
         try:
-            found = measure(model, method, references, config)
-            cell["result"] = dataclasses.asdict(found)
-            words = f"{found.ratio:5.2f}x  KL {found.kl:.5f}"
+            found[name] = one = measure(model, method, references, config.continuation)
+            words = f"{one.ratio:5.2f}x  KL {one.kl:.5f}"
         except BudgetError as error:
-            cell["refused"] = words = str(error)
-        cells.cells[cells.key(name)] = cell
-        cells.save()
-        print(f"{done + 1:4} of {len(missing)}  {name:32} {words}  ({time.monotonic() - started:.0f} s)", flush=True)
+            refused[name] = words = str(error)
+        order = {method: place for place, method in enumerate(section_methods(path.name.split("-")[1]))}
+        methods = sorted(found.values(), key=lambda one: order.get(one.method, len(order)))
+        settings = {**results.settings, "refused": refused} if refused else results.settings
+        dataclasses.replace(results, methods=tuple(methods), settings=settings).save(path)
+        print(f"{done + 1:4} of {len(names)}  {name:28} {words}  ({time.monotonic() - started:.0f} s)", flush=True)
 
 
-def run(args: argparse.Namespace) -> list[Cells]:
-    """Measure one model and text at every T that fits its context."""
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
+def make(args: argparse.Namespace) -> None:
+    """Measure what the files of one model and text lack, for every number of tokens that fits the context."""
     source = read_text(args.text)
-    targets = {t: args.out / f"jolt_table-{args.model.name}-{t}.json" for t in args.tokens}
-    for target in targets.values():
-        check_writable(target)
-    model, tokenizer = models.load(str(args.model), dtype=dtype, device=args.device)
+    paths = {
+        (tokens, section): args.out / f"jolt-{section}-{Path(args.model).name}-{tokens}.json"
+        for tokens in args.tokens
+        for section in args.sections
+    }
+    for path in paths.values():
+        check_writable(path)
+    model, tokenizer = models.load(args.model, dtype=getattr(torch, args.dtype), device=args.device)
     context = int(text_config(model).max_position_embeddings)
-    names = [name for group in args.groups for name in GROUPS[group]]
-    deadline = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
-    ids, bos = source.tokens(tokenizer), bos_token(tokenizer) if args.bos else None
-    text = {"origin": source.origin, "sha256": hashlib.sha256(source.text.encode()).hexdigest()}
-    fingerprint = dataclasses.asdict(ModelFingerprint.of(str(args.model), model))
-    made = []
-    for tokens, target in targets.items():
+    for tokens in args.tokens:
         if tokens + args.score > context:
-            print(f"T = {tokens} is left out: with {args.score} scored tokens it exceeds the context of {context}.")
+            print(f"{tokens} tokens are left out: with {args.score} scored ones they exceed the context of {context}.")
             continue
-        protocol = {
-            "tokens": tokens,
-            "score": args.score,
-            "windows": args.windows,
-            "bos": args.bos,
-            "dtype": args.dtype,
-        }
-        cells = Cells(target, fingerprint, text, protocol)
-        cells.take_over()
-        windows = evenly_spaced_windows(ids, args.windows, tokens + args.score + 1, bos)
-        fill(cells, names, model, windows, deadline)
-        if cells.cells:
-            made.append(cells)
-    return made
+        config = EvalConfig(tokens=tokens, score=args.score, windows=args.windows, bos=args.bos)
+        fresh = fresh_results(model, Path(args.model).name, source, config)
+        references: list[Reference] = []
+        for section in args.sections:
+            path = paths[tokens, section]
+            results = taken_over(path, fresh)
+            missing = [name for name in section_methods(section) if not is_measured(name, results)]
+            print(f"{path.name}: {len(missing)} methods to measure", flush=True)
+            if missing and not references:
+                bos = bos_token(tokenizer) if args.bos else None
+                windows = evenly_spaced_windows(source.tokens(tokenizer), args.windows, config.continuation.window, bos)
+                references = [run_reference(model, window, config.continuation) for window in windows]
+            fill(path, results, missing, model, references)
 
 
-# ---- showing ---------------------------------------------------------------------------------------------------------
+def fresh_results(model: Any, name: str, source: TextSource, config: EvalConfig) -> EvalResults:
+    """Results without a method yet."""
+    settings = {**config.to_dict(), "text_sha256": hashlib.sha256(source.text.encode()).hexdigest()}
+    return EvalResults(ModelFingerprint.of(name, model), source.origin, None, settings, (), Environment.now())
 
 
-def markdown(cells: Cells) -> str:
-    """All tables of one file, as far as they are measured."""
-    protocol = cells.protocol
-    title = (
-        f"### {Path(cells.model['name']).name}, T = {protocol['tokens']} ({Path(cells.text['origin']).name}, "
-        f"{protocol['score']} scored, {protocol['windows']} windows, {protocol['dtype']})"
-    )
-    parts = [title]
-    parts += _section("Presets", _figures(cells, _preset_rows()))
-    parts += _section("Spectra: perplexity, and its difference to exact spectra", list(_spectra(cells)))
-    parts += _section("Ablations: KL", list(_by_ratio(cells, ABLATIONS, lambda one: f"{one.kl:.5f}")))
-    parts += _section(
-        "Ablations: error of keys / values, keys' share of the bytes",
-        list(
-            _by_ratio(
-                cells,
-                ABLATIONS,
-                lambda one: f"{one.key_error:.4f} / {one.value_error:.4f}, {_share(one)}",
+# ---- printing --------------------------------------------------------------------------------------------------------
+
+
+def files_in(folder: Path) -> Iterator[tuple[str, EvalResults]]:
+    """The sections and results of all files of this script in ``folder``."""
+    for path in sorted(folder.glob("jolt-*-*.json")):
+        section = path.name.split("-")[1]
+        if section in SECTIONS:
+            yield section, EvalResults.from_json(path.read_text(encoding="utf-8"))
+
+
+def print_tables(folder: Path) -> None:
+    """Write the Markdown tables of all files in ``folder``."""
+    shown = {"ratios": _figures, "ablation": _ablation, "routes": _routes, "baselines": _figures}
+    for section, results in files_in(folder):
+        rows = {one.method: one for one in results.methods}
+        tokens, windows = results.settings["tokens"], results.settings["windows"]
+        base = f", uncompressed perplexity {rows['none'].perplexity:.2f}" if "none" in rows else ""
+        print(f"\n{results.model.name}, {tokens} tokens, {windows} windows{base}\n")
+        print("\n".join(shown[section](rows)))
+        for name, reason in results.settings.get("refused", {}).items():
+            print(f"\n{name} was refused: {reason}")
+
+
+def _figures(rows: Rows) -> Iterator[str]:
+    yield "| method | ratio | PPL | KL | agreement | error K | error V | bytes for keys | seconds |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name, row in rows.items():
+        if name != "none":
+            share = "" if row.key_share is None else f"{row.key_share:.0%}"
+            yield (
+                f"| {name} | {row.ratio:.2f} | {row.perplexity:.2f} | {row.kl:.5f} | {row.agreement:.3f} "
+                f"| {row.key_error:.4f} | {row.value_error:.4f} | {share} | {row.seconds:.2f} |"
             )
-        ),
-    )
-    parts += _section("Baselines", _figures(cells, {name: name for name in BASELINES}))
-    return "\n\n".join(parts) + "\n"
 
 
-def _preset_rows() -> dict[str, str]:
-    return {f"{preset} {r}×": f"jolt-{r}x{options}" for preset, options in PRESETS.items() for r in RATIOS}
+def _ablation(rows: Rows) -> Iterator[str]:
+    yield "| setting |" + "".join(f" KL at {ratio}× |" for ratio in ABLATION_RATIOS) + " errors K / V at 3× |"
+    yield "|---|" + "---|" * (len(ABLATION_RATIOS) + 1)
+    for words, option in SETTINGS.items():
+        cells = [rows.get(f"jolt-{ratio}x{option}") for ratio in ABLATION_RATIOS]
+        if any(cells):
+            at_three = rows.get(f"jolt-3x{option}")
+            errors = f"{at_three.key_error:.4f} / {at_three.value_error:.4f}" if at_three else ""
+            yield f"| {words} |" + "".join(f" {one.kl:.5f} |" if one else "  |" for one in cells) + f" {errors} |"
 
 
-def _section(title: str, lines: list[str]) -> list[str]:
-    """A titled table; nothing if it has no row beneath its two lines of head."""
-    return [f"**{title}**", "\n".join(lines)] if len(lines) > 2 else []
+def _routes(rows: Rows) -> Iterator[str]:
+    yield "| method | PPL | difference to exact | KL | seconds |"
+    yield "|---|---|---|---|---|"
+    for name, row in rows.items():
+        if name != "none":
+            exact = rows.get(name.rsplit(":", 1)[0] + ":exact")
+            gap = f"{row.perplexity - exact.perplexity:+.4f}" if exact else ""
+            yield f"| {name} | {row.perplexity:.4f} | {gap} | {row.kl:.5f} | {row.seconds:.2f} |"
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def plot(folder: Path, path: Path) -> None:
+    """Draw KL (logarithmic) against the measured ratio: a panel per model and length, with baselines where measured.
 
-
-def _head(columns: Sequence[str]) -> list[str]:
-    return [_line(columns), "|---" * len(columns) + "|"]
-
-
-def _figures(cells: Cells, rows: dict[str, str]) -> list[str]:
-    columns = ("method", "ratio", "PPL", "KL", "agreement", "error K", "error V", "keys' share", "s")
-    lines = _head(columns)
-    for label, name in rows.items():
-        if cells.refused(name):
-            lines.append(_line([label, "refused", *["–"] * (len(columns) - 2)]))
-        elif one := cells.result(name):
-            lines.append(
-                _line(
-                    [label, f"{one.ratio:.2f}", f"{one.perplexity:.3f}", f"{one.kl:.5f}", f"{one.agreement:.3f}",
-                     f"{one.key_error:.4f}", f"{one.value_error:.4f}", _share(one), f"{one.seconds:.2f}"]
-                )
-            )  # fmt: skip
-    return lines
-
-
-def _share(one: MethodResult) -> str:
-    return "–" if one.key_share is None else f"{one.key_share:.0%}"
-
-
-def _by_ratio(cells: Cells, rows: dict[str, str], shown: Callable[[MethodResult], str]) -> Iterator[str]:
-    """One line per row, one column per ratio; rows without any figure are left out."""
-    yield from _head(["", *(f"{ratio}×" for ratio in ABLATED)])
-    for label, options in rows.items():
-        names = [f"jolt-{ratio}x{options}" for ratio in ABLATED]
-        found = [cells.result(name) for name in names]
-        if any(found) or any(map(cells.refused, names)):
-            texts = [
-                shown(one) if one else "refused" if cells.refused(name) else ""
-                for name, one in zip(names, found, strict=True)
-            ]
-            yield _line([label, *texts])
-
-
-def _spectra(cells: Cells) -> Iterator[str]:
-    exact = {ratio: cells.result(f"jolt-{ratio}x{SPECTRA['exact']}") for ratio in ABLATED}
-
-    def shown(one: MethodResult) -> str:
-        base = exact[round(one.settings["ratio"])]
-        moved = f" ({one.perplexity - base.perplexity:+.4f})" if base else ""
-        return f"{one.perplexity:.4f}{moved}, KL {one.kl:.5f}, {one.seconds:.2f} s"
-
-    return _by_ratio(cells, SPECTRA, shown)
-
-
-def plot(files: Sequence[Cells], path: Path) -> None:
-    """Draw KL (logarithmic) against the measured ratio: a panel per file, a line per preset and kind of baseline."""
-    lines = {preset: [f"jolt-{ratio}x{options}" for ratio in RATIOS] for preset, options in PRESETS.items()}
-    lines = {f"JoLT, {preset}": names for preset, names in lines.items()}
-    lines |= {"rotated": [n for n in BASELINES if n.startswith("rot")], "integer": [n for n in BASELINES if "int" in n]}
-    figure, panels = new_figure(1 + 4.6 * len(files), 4.4, columns=len(files))
-    for axes, cells in zip(panels, files, strict=True):
-        for index, (label, names) in enumerate(lines.items()):
-            points = sorted((one.ratio, one.kl) for name in names if (one := cells.result(name)) and one.kl > 0)
+    Raises:
+        ConfigError: there is nothing to draw.
+    """
+    panels: dict[tuple[str, int], Rows] = {}
+    for section, results in files_in(folder):
+        if section in ("ratios", "baselines"):
+            place = panels.setdefault((results.model.name, results.settings["tokens"]), {})
+            place |= {one.method: one for one in results.methods if one.kl > 0}
+    if not panels:
+        raise ConfigError(f"{folder} holds no ratios to plot. Measure them first.")
+    lines = {label: tuple(f"jolt-{ratio}x{preset}" for ratio in RATIOS) for label, preset in PRESETS.items()}
+    figure, axes = new_figure(1 + 3.6 * len(panels), 4.2, columns=len(panels))
+    for panel, ((model, tokens), rows) in zip(axes, sorted(panels.items()), strict=True):
+        for index, (label, names) in enumerate((lines | BASELINES).items()):
+            points = sorted((rows[name].ratio, rows[name].kl) for name in names if name in rows)
             if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=COLOURS[index], label=label)
-        axes.set(
-            yscale="log",
-            xlabel="measured ratio",
-            title=f"{Path(cells.model['name']).name}, T = {cells.protocol['tokens']}",
-        )
-        axes.grid(True, which="both", alpha=0.2)
-    panels[0].set_ylabel("KL from the uncompressed model, nats per token")
-    panels[0].legend(fontsize=8)
+                panel.plot(*zip(*points, strict=True), marker="o", markersize=4, color=COLOURS[index], label=label)
+        panel.set(yscale="log", ylim=(1e-6, 1), xlabel="measured ratio", title=f"{model}, {tokens} tokens")
+        panel.title.set_fontsize(9)
+        panel.grid(True, which="both", alpha=0.2)
+    axes[0].set_ylabel("KL from the uncompressed model, nats per token")
+    axes[0].legend(fontsize=8)
     save_png(figure, path)
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="Hugging Face directory")
-    parser.add_argument("--text", type=Path, help="test text, or .jsonl with a field 'text'")
-    parser.add_argument("--bos", action="store_true", help="start each window with the beginning-of-text token")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 6144], help="prefilled tokens T")
-    parser.add_argument("--score", type=int, default=256, help="scored tokens N")
-    parser.add_argument("--windows", type=int, default=12)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--groups", choices=list(GROUPS), nargs="+", default=list(GROUPS), help="which tables")
-    parser.add_argument("--minutes", type=float, default=0, help="start no cell after so many; 0 sets no limit")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON files")
-    parser.add_argument("--show", type=Path, nargs="+", help="print the tables of these files instead of measuring")
-    parser.add_argument("--plot", type=Path, help="PNG to write, a panel per file")
-    args = parser.parse_args(given)
-    if not args.show and not (args.model and args.text):
-        parser.error("give --model and --text to measure, or --show FILE ... to print what was measured")
-    return args
-
-
 def main(given: Sequence[str] | None = None) -> None:
-    """Measure or read, print the tables, and plot if asked to."""
-    args = arguments(given)
+    """Measure, or print and plot what was measured."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--print", type=Path, metavar="FOLDER", help="print the tables of the files in FOLDER")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="with --print: draw the divergence against the ratio")
+    parser.add_argument("--model", help="a model directory, or 'default'")
+    parser.add_argument("--text", type=Path, help="test text, or .jsonl with a field 'text'")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--score", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=12)
+    parser.add_argument("--bos", action="store_true", help="start every window with the tokenizer's first token")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(given)
+    if not args.print and not (args.model and args.text):
+        parser.error("give --model and --text, or --print")
     try:
-        files = [Cells.read(path) for path in args.show] if args.show else run(args)
-        for cells in files:
-            print(markdown(cells))
-        if args.plot and files:
-            plot(files, args.plot)
+        if args.print:
+            print_tables(args.print)
+            if args.plot:
+                plot(args.print, args.plot)
+        else:
+            make(args)
     except KvslimError as error:
         sys.exit(f"jolt_table: {error}")
 

@@ -40,6 +40,23 @@ def test_run_time_caches(make_tiny: MakeTiny, make: Callable[..., object]) -> No
     assert torch.equal(model.generate(ids, attention_mask=mask, past_key_values=make(model, mask), **OPTIONS), expected)
 
 
+@pytest.mark.parametrize("pre_rope", [True, False], ids=["pre", "post"])
+def test_handle_mode_gives_what_decompress_mode_gives(make_tiny: MakeTiny, pre_rope: bool) -> None:
+    model = make_tiny().cuda()
+    ids = torch.randint(2, 128, (2, 300), generator=torch.Generator().manual_seed(1)).cuda()
+    logits = []
+    for implementation in ("sdpa", "kvslim"):
+        model.set_attn_implementation(implementation)
+        cache = JoltCache(model, ratio=3, window=8, pre_rope=pre_rope)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.compress()
+            cache.offload_prefix("cpu" if pre_rope else "cuda")
+            steps = [model(ids[:, :n], past_key_values=cache).logits for n in (5, 1)]
+        logits.append(torch.cat(steps, dim=1))
+    assert torch.allclose(logits[0], logits[1], atol=1e-3)
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("codec", [rotated, integer])
 def test_codecs_agree_with_the_cpu(codec: ModuleType, bits: int) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from kvslim.errors import ConfigError
-from kvslim.files import check_new_directory, check_writable, new_directory, write_atomically
+from kvslim.files import (
+    check_new_directory,
+    check_writable,
+    discard_unfinished,
+    new_directory,
+    replacing,
+    write_atomically,
+)
 
 LONGEST = "n" * 250
 """A name that a file system still takes, with little room to add to it."""
@@ -86,3 +93,27 @@ def test_a_block_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="in the block"):
         half(tmp_path / "sub" / "deep" / "new")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path, durable: bool) -> None:
+    path = tmp_path / "deep" / "file"
+    for content in (b"old", b"newer"):
+        with replacing(path, durable=durable) as file:
+            file.write(content[:1])
+            assert not path.exists() or path.read_bytes() == b"old"
+            file.write(content[1:])
+        assert path.read_bytes() == content
+    with pytest.raises(TypeError), replacing(path, durable=durable) as file:
+        file.write(b"half" + None)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=r"No space left.*Nothing was changed"), replacing(path) as file:
+        raise OSError(28, "No space left on device")
+    assert path.read_bytes() == b"newer"
+    assert [place.name for place in path.parent.iterdir()] == ["file"]
+
+
+def test_what_killed_writers_left_is_discarded(tmp_path: Path) -> None:
+    (tmp_path / ".kvslim-x").write_text("")
+    (tmp_path / "kept").write_text("")
+    discard_unfinished(tmp_path)
+    assert [place.name for place in tmp_path.iterdir()] == ["kept"]

@@ -99,7 +99,7 @@ def test_one_budget_beats_equal_shares() -> None:
     )
     hard = torch.randn(300, 64, generator=rng)
     spectra = [hosvd(x.unflatten(1, (2, 32)).transpose(0, 1)) for x in (easy, hard)]
-    choices = [own_choices(one, shape, PAPER_BITS, "lloyd_max") for one in spectra]
+    choices = own_choices(spectra, shape, PAPER_BITS, "lloyd_max")
     budget = 2 * 2 * 2 * 300 * 32 // 4
     joint = allocate([c.costs for c in choices], [c.errors for c in choices], budget)
     shares = [allocate([c.costs], [c.errors], budget // 2) for c in choices]
@@ -136,10 +136,13 @@ def test_constructing_changes_nothing_on_the_model(make_tiny: MakeTiny) -> None:
 
 def test_choices_cover_pure_quantization_and_pure_rank() -> None:
     x = torch.randn(2, 50, 8)
-    choices = own_choices(hosvd(x), CellShape(2, 50, 8, 2, 2), PAPER_BITS, "lloyd_max")
-    kinds = {(plan.token_rank > 0, plan.bits > 0) for plan in choices.plans}
+    (choices,) = own_choices([hosvd(x)], CellShape(2, 50, 8, 2, 2), PAPER_BITS, "lloyd_max")
+    plans = [choices.plan(index) for index in range(len(choices.costs))]
+    kinds = {(plan.token_rank > 0, plan.bits > 0) for plan in plans}
     assert kinds == {(False, True), (True, False), (True, True)}  # and never nothing
-    assert len(choices.plans) == len(choices.costs) == len(choices.errors)
+    assert len(choices.costs) == len(choices.errors)
+    with pytest.raises(IndexError):
+        choices.plan(len(plans))
 
 
 @given(most=st.integers(0, 5000))

@@ -1,6 +1,7 @@
 """Later tokens sealed under the same ratio, layer groups compressed as they arrive, places moved."""
 
 import copy
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +23,8 @@ class Source:
     def __init__(self, cache: JoltCache, rank: int = 6, noise: float = 0.3, seed: int = 0) -> None:
         self.rng, self.cache, self.noise = torch.Generator().manual_seed(seed), cache, noise
         self.rank = rank
+        for layer in cache.compressible:
+            layer.reader = None  # nobody attends here: nothing needs to be rebuilt
         self.turn()
         self.seen: list[list[list[torch.Tensor]]] = [[[], []] for _ in cache.layers]
 
@@ -391,3 +394,41 @@ def test_offload_to_the_cpu_and_back_changes_nothing(make_tiny: MakeTiny) -> Non
     assert all(torch.equal(a, b) for a, b in zip(cache.compressible[0].dense(), before, strict=True))
     meta = copy.deepcopy(cache).to("meta")
     assert {t.device.type for t in meta.prefix.tensors()} == {"meta"}  # type: ignore[union-attr]
+
+
+def test_layers_are_freed_one_group_after_the_other(make_tiny: MakeTiny) -> None:
+    """While a group is coded, the dense tensors of the groups before it are gone already."""
+    cache = jolt(make_tiny, layer_group=1)
+    Source(cache).feed(300)
+    dense = [weakref.ref(layer.keys) for layer in cache.compressible]
+    encode, alive = cache._encode_cell, []
+
+    def watched(cell: object, *args: object) -> object:
+        alive.append(sum(ref() is not None for ref in dense))
+        return encode(cell, *args)  # type: ignore[arg-type]
+
+    cache._encode_cell = watched  # type: ignore[assignment,method-assign]
+    cache.compress()
+    assert alive == [2, 2, 1, 1]  # two layers, keys and values
+
+
+def test_a_failure_while_coding_empties_the_cache(make_tiny: MakeTiny) -> None:
+    cache = jolt(make_tiny)
+    Source(cache).feed(300)
+
+    def full(*_: object) -> object:
+        raise MemoryError
+
+    cache._encode_cell = full  # type: ignore[assignment,method-assign]
+    with pytest.raises(MemoryError):
+        cache.compress()
+    assert cache.get_seq_length() == 0
+    assert cache.prefix is None
+
+
+def test_layers_on_several_devices_are_refused(make_tiny: MakeTiny) -> None:
+    cache = jolt(make_tiny)
+    Source(cache).feed(300)
+    cache.compressible[1].keys = cache.compressible[1].keys.to("meta")
+    with pytest.raises(CacheStateError, match="several devices"):
+        cache.compress()

@@ -1,4 +1,4 @@
-"""The script behind the JoLT tables: cells are measured once, kept whole, and shown as they are."""
+"""The script behind the JoLT tables: a method is measured once, files are always whole, tables show what is there."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from kvslim.evaluating.compare import compare
 from kvslim.evaluating.continuation import ContinuationConfig
 from kvslim.evaluating.methods import parse_methods
+from kvslim.evaluating.results import EvalResults
 from kvslim.evaluating.windows import evenly_spaced_windows
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "jolt_table.py"
+RATIOS_FILE = "jolt-ratios-tiny-320.json"
 
 
 class Numbers:
@@ -30,36 +32,26 @@ class Numbers:
         return {"input_ids": [int(word) for word in text.split()]}
 
 
-def load_script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel) -> ModuleType:
+    """The script as a module, with a tiny model for every name and few ratios."""
     spec = importlib.util.spec_from_file_location("jolt_table", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "jolt_table", module)  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "jolt_table", module)
     spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch, tiny_llama: PreTrainedModel) -> ModuleType:
-    """The script as a module, with a tiny model for every name and small groups."""
-    module = load_script(monkeypatch)
     monkeypatch.setattr(module.models, "load", lambda *_, **__: (tiny_llama, Numbers()))
-    groups = {
-        "presets": ["none", "jolt-2x:exact:paper", "jolt-2x:exact"],
-        "spectra": ["jolt-2x:exact", "jolt-2x:gram"],
-        "ablations": ["jolt-2x:exact", "jolt-2x:exact:rank-only", "jolt-5x:exact:no-backbone"],
-        "baselines": ["none", "int4", "rot4"],
-    }
-    monkeypatch.setattr(module, "GROUPS", groups)
+    monkeypatch.setattr(module, "RATIOS", (2, 4))
+    monkeypatch.setattr(module, "ABLATION_RATIOS", (2, 3))
+    monkeypatch.setattr(module, "SETTINGS", {"joint": "", "ranks alone": ":bits=0", "greedy": ":greedy"})
     return module
 
 
 @pytest.fixture
 def call(script: ModuleType, tmp_path: Path) -> Any:
     """Run the script on 900 numbers, T = 320 (and a T that exceeds the context), N = 16, one window."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(2, 128, (900,), generator=generator).tolist()
+    ids = torch.randint(2, 128, (900,), generator=torch.Generator().manual_seed(0)).tolist()
     (tmp_path / "text.txt").write_text(" ".join(map(str, ids)))
 
     def run(*more: object) -> None:
@@ -69,113 +61,149 @@ def call(script: ModuleType, tmp_path: Path) -> Any:
     return run
 
 
-def stored(tmp_path: Path) -> dict[str, Any]:
-    return json.loads((tmp_path / "out" / "jolt_table-tiny-320.json").read_text())
+def stored(tmp_path: Path, name: str = RATIOS_FILE) -> EvalResults:
+    return EvalResults.from_json((tmp_path / "out" / name).read_text())
+
+
+def test_figures_are_those_of_the_protocol(call: Any, tmp_path: Path, tiny_llama: PreTrainedModel) -> None:
+    call("--sections", "ratios", "--bos")
+    ids = Numbers()((tmp_path / "text.txt").read_text())["input_ids"]
+    windows = evenly_spaced_windows(ids, 1, 337, 1)
+    names = "none,jolt-2x:paper,jolt-4x:paper,jolt-2x,jolt-4x"
+    expected = compare(tiny_llama, parse_methods(names), windows, ContinuationConfig(320, 16))
+    for one, found in zip(expected, stored(tmp_path).methods, strict=True):
+        assert found.method == one.method
+        assert found.kl == pytest.approx(one.kl, rel=1e-6)
+        assert (found.nbytes, found.key_share) == (one.nbytes, one.key_share)
+        assert (one.key_share is None) == (one.method == "none")
 
 
 def test_an_interrupted_run_is_taken_up_again(
     script: ModuleType, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real, names = script.measure, []
+    real, names = script.measure, list[str]()
 
     def measure(model: Any, method: Any, *rest: Any) -> Any:
-        if len(names) == 3:
+        if len(names) == 2:
             raise KeyboardInterrupt
         names.append(method.name)
         return real(model, method, *rest)
 
     monkeypatch.setattr(script, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
-        call()
-    assert [cell["method"] for cell in stored(tmp_path)["cells"].values()] == names
+        call("--sections", "ratios")
+    assert [one.method for one in stored(tmp_path).methods] == names == ["none", "jolt-2x:paper"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [RATIOS_FILE]
     names.insert(0, "")  # so that the count is never met again
-    call()
-    assert names[4:] == ["jolt-2x:gram", "jolt-2x:exact:rank-only", "jolt-5x:exact:no-backbone", "int4", "rot4"]
+    call("--sections", "ratios")
+    assert names[3:] == ["jolt-4x:paper", "jolt-2x", "jolt-4x"]
+    assert [one.method for one in stored(tmp_path).methods] == names[1:]
+    (earlier,) = stored(tmp_path).settings["earlier"]
+    assert earlier["methods"] == ["none", "jolt-2x:paper"]
     capsys.readouterr()
-    call()
-    assert "0 cells to measure" in capsys.readouterr().out
-    data = stored(tmp_path)
-    assert len(names) - 1 == len(data["cells"]) == 8
-    assert len(data["runs"]) == 2
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["jolt_table-tiny-320.json"]
+    before = (tmp_path / "out" / RATIOS_FILE).read_bytes()
+    call("--sections", "ratios")
+    assert "0 methods to measure" in capsys.readouterr().out
+    assert (tmp_path / "out" / RATIOS_FILE).read_bytes() == before
 
 
-def test_figures_are_those_of_the_protocol(call: Any, tmp_path: Path, tiny_llama: PreTrainedModel) -> None:
-    call("--groups", "presets", "--bos")
-    ids = Numbers()((tmp_path / "text.txt").read_text())["input_ids"]
-    windows = evenly_spaced_windows(ids, 1, 337, 1)
-    names = "none,jolt-2x:exact:paper,jolt-2x:exact"
-    for one in compare(tiny_llama, parse_methods(names), windows, ContinuationConfig(320, 16)):
-        (found,) = (c["result"] for c in stored(tmp_path)["cells"].values() if c["method"] == one.method)
-        assert found["kl"] == pytest.approx(one.kl, rel=1e-6)
-        assert found["nbytes"] == one.nbytes
-        assert found["key_share"] == one.key_share
-        assert (one.key_share is None) == (one.method == "none")
+def test_a_new_row_is_measured_alone_and_put_in_its_place(script: ModuleType, call: Any, tmp_path: Path) -> None:
+    file = "jolt-ablation-tiny-320.json"
+    call("--sections", "ablation")
+    old = {one.method: one for one in stored(tmp_path, file).methods}
+    script.SETTINGS = {"joint": "", "uniform": ":uniform", "ranks alone": ":bits=0"}
+    call("--sections", "ablation")
+    new = stored(tmp_path, file)
+    assert [one.method for one in new.methods][:4] == ["none", "jolt-2x", "jolt-2x:uniform", "jolt-2x:bits=0"]
+    assert {one.method for one in new.methods} == set(old) | {"jolt-2x:uniform", "jolt-3x:uniform"}
+    assert all(one == old[one.method] for one in new.methods if one.method in old)
 
 
-def test_tables(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call()
+def test_a_setting_that_came_later_does_not_undo_a_figure(call: Any, tmp_path: Path, script: ModuleType) -> None:
+    call("--sections", "ratios")
+    path = tmp_path / "out" / RATIOS_FILE
+    data = json.loads(path.read_text())
+    del data["methods"][3]["settings"]["drift"]
+    data["methods"][4]["settings"]["window"] = 7
+    path.write_text(json.dumps(data))
+    results = stored(tmp_path)
+    assert script.is_measured("jolt-2x", results)
+    assert not script.is_measured("jolt-4x", results)
+
+
+def test_tables(call: Any, tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    call("--sections", "ratios", "ablation", "baselines")
+    assert "5000 tokens are left out" in capsys.readouterr().out
+    script.main(["--print", str(tmp_path / "out"), "--plot", str(tmp_path / "plot.png")])
     shown = capsys.readouterr().out
-    assert "T = 5000 is left out" in shown
-    by_name = {cell["method"]: cell for cell in stored(tmp_path)["cells"].values()}
-    paper = by_name["jolt-2x:exact:paper"]["result"]
-    assert f"| paper 2× | {paper['ratio']:.2f} | {paper['perplexity']:.3f} | {paper['kl']:.5f} |" in shown
-    assert f"{paper['key_share']:.0%}" in shown
-    exact, gram = (by_name[f"jolt-2x:{route}"]["result"]["perplexity"] for route in ("exact", "gram"))
-    assert f"| {gram:.4f} ({gram - exact:+.4f})," in shown
-    assert "| quantization only |  |  |  | " in shown
-    assert "| greedy |" not in shown  # not measured, so not shown
+    by_name = {one.method: one for one in stored(tmp_path).methods}
+    for name in ("jolt-2x:paper", "jolt-4x"):
+        one = by_name[name]
+        assert f"| {name} | {one.ratio:.2f} | {one.perplexity:.2f} | {one.kl:.5f} | {one.agreement:.3f} |" in shown
+        assert f"| {one.key_share:.0%} |" in shown
+    ablation = {one.method: one for one in stored(tmp_path, "jolt-ablation-tiny-320.json").methods}
+    two, three = (ablation[f"jolt-{ratio}x:bits=0"] for ratio in (2, 3))
+    errors = f"{three.key_error:.4f} / {three.value_error:.4f}"
+    assert f"| ranks alone | {two.kl:.5f} | {three.kl:.5f} | {errors} |" in shown
+    assert "| int4 |" in shown
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_what_a_budget_refuses_is_shown_as_refused(
+def test_routes_are_set_beside_exact_spectra(
+    call: Any, tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call("--sections", "routes")
+    script.print_tables(tmp_path / "out")
+    rows = {one.method: one for one in stored(tmp_path, "jolt-routes-tiny-320.json").methods}
+    gap = rows["jolt-3x:paper:randomized"].perplexity - rows["jolt-3x:paper:exact"].perplexity
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if "| jolt-3x:paper:randomized |" in one)
+    assert f"| {gap:+.4f} |" in line
+
+
+def test_what_a_budget_refuses_is_kept_and_shown(
     script: ModuleType, call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script.GROUPS["presets"] = ["jolt-3x:exact:paper"]
-    script.GROUPS["ablations"] = ["jolt-2x:exact:bits=8:no-backbone", "jolt-3x:exact:bits=8:no-backbone"]
-    script.ABLATIONS["only 8 bits"] = ":exact:bits=8:no-backbone"
-    call("--groups", "presets", "ablations")
-    refused = [cell for cell in stored(tmp_path)["cells"].values() if "refused" in cell]
-    assert [cell["method"] for cell in refused][-1] == "jolt-3x:exact:bits=8:no-backbone"
-    assert "budget" in refused[0]["refused"]
-    assert "refused |" in capsys.readouterr().out
+    script.SETTINGS = {"joint": "", "only 8 bits": ":bits=8:no-backbone"}
+    call("--sections", "ablation")
+    refused = stored(tmp_path, "jolt-ablation-tiny-320.json").settings["refused"]
+    assert list(refused) == ["jolt-2x:bits=8:no-backbone", "jolt-3x:bits=8:no-backbone"]
+    capsys.readouterr()
+    script.print_tables(tmp_path / "out")
+    shown = capsys.readouterr().out
+    assert f"jolt-3x:bits=8:no-backbone was refused: {refused['jolt-3x:bits=8:no-backbone']}" in shown
+    assert "only 8 bits |" not in shown
 
 
-def test_show_and_plot_need_no_model(
-    script: ModuleType, call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call()
-    made = capsys.readouterr().out.partition("###")[2]
-    monkeypatch.setattr(script.models, "load", None)
-    file = tmp_path / "out" / "jolt_table-tiny-320.json"
-    script.main(["--show", str(file), str(file), "--plot", str(tmp_path / "plot.png")])
-    assert capsys.readouterr().out.partition("###")[2].startswith(made.rstrip())
-    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(SystemExit, match="holds no JoLT tables"):
-        script.main(["--show", str(tmp_path / "other.json")])
-
-
-@pytest.mark.parametrize(("change", "words"), [("text", "of another text"), ("windows", "of another protocol")])
+@pytest.mark.parametrize(("change", "words"), [("text", "text_sha256"), ("windows", "windows"), ("model", "model")])
 def test_other_figures_do_not_get_into_a_file(call: Any, tmp_path: Path, change: str, words: str) -> None:
-    call("--groups", "baselines")
+    call("--sections", "baselines")
+    path = tmp_path / "out" / "jolt-baselines-tiny-320.json"
     if change == "text":
         text = tmp_path / "text.txt"
         text.write_text(text.read_text() + " 5")
-    with pytest.raises(SystemExit, match=words):
-        call("--groups", "baselines", *(("--windows", 2) if change == "windows" else ()))
+    if change == "model":
+        path.write_text(path.read_text().replace('"parameters": ', '"parameters": 1'))
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match=f"is of another .*{words}"):
+        call("--sections", "baselines", *(("--windows", 2) if change == "windows" else ()))
+    assert path.read_bytes() == before
 
 
-def test_minutes_stop_between_cells(call: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call("--minutes", 1e-9)
-    assert "stopped by --minutes, 8 cells are left" in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()
-
-
-def test_groups_hold_what_the_tables_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = load_script(monkeypatch)
-    methods = {name: parse_methods(name)[0] for group in module.GROUPS.values() for name in group}
-    assert len(methods) == 1 + 2 * 7 + 2 * 4 + 10 * 4 + 9
-    settings = [methods[f"jolt-{ratio}x:exact"].settings for ratio in (1, 2, 3, 4, 5, 6, 8)]
-    assert [one["ratio"] for one in settings] == [1, 2, 3, 4, 5, 6, 8]
-    assert all(one["bits"] == [0, 2, 3, 4, 5, 6, 8] for one in settings)
-    assert methods["jolt-3x:exact:paper"].settings["bits"] == [0, 2, 4, 8]
+def test_the_tables_have_what_they_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("jolt_table", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    ratios = {m.name: m.settings for m in parse_methods(",".join(module.section_methods("ratios")))}
+    assert [ratios[f"jolt-{ratio}x"]["ratio"] for ratio in (1, 2, 3, 4, 5, 6, 8)] == [1, 2, 3, 4, 5, 6, 8]
+    assert ratios["jolt-3x:paper"]["bits"] == [0, 2, 4, 8]
+    assert ratios["jolt-3x"]["bits"] == [0, 2, 3, 4, 5, 6, 8]
+    ablated = [m.settings for m in parse_methods(",".join(module.section_methods("ablation"))) if m.name != "none"]
+    assert {one["allocation"] for one in ablated} == {"joint", "uniform", "greedy"}
+    assert {one["backbone"] for one in ablated} == {True, False}
+    assert {one["split"] for one in ablated} == {None, 0.5}
+    assert [0] in [one["bits"] for one in ablated]
+    assert {(one["layer_group"], one["slab_share"]) for one in ablated} >= {(1, 0.67), (2, 0.67), (2, 0.34)}
+    routes = [m.settings for m in parse_methods(",".join(module.section_methods("routes"))) if m.name != "none"]
+    assert {one["spectra"] for one in routes} == {"exact", "gram", "randomized"}

@@ -13,14 +13,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvslim.errors import KvslimError
+from kvslim.version import __version__
 
 if TYPE_CHECKING:
     from kvslim.attending.handle_attention import register
     from kvslim.caching.latent import LatentCache
     from kvslim.jolt import JoltCache, JoltConfig
     from kvslim.palu import PaluConfig, compress
-
-__version__ = "0.1.0"
+    from kvslim.session_store import SessionStore
+    from kvslim.sessions import load_cache, load_session, session_info
 
 _HOMES = {
     "JoltCache": "kvslim.jolt",
@@ -28,10 +29,27 @@ _HOMES = {
     "LatentCache": "kvslim.caching.latent",
     "PaluConfig": "kvslim.palu",
     "compress": "kvslim.palu",
+    "SessionStore": "kvslim.session_store",
     "register": "kvslim.attending.handle_attention",
+    "load_cache": "kvslim.sessions",
+    "load_session": "kvslim.sessions",
+    "session_info": "kvslim.sessions",
 }
 
-__all__ = ["JoltCache", "JoltConfig", "KvslimError", "LatentCache", "PaluConfig", "__version__", "compress", "register"]
+__all__ = [
+    "JoltCache",
+    "JoltConfig",
+    "KvslimError",
+    "LatentCache",
+    "PaluConfig",
+    "SessionStore",
+    "__version__",
+    "compress",
+    "load_cache",
+    "load_session",
+    "register",
+    "session_info",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from kvslim.errors import ConfigError, KvslimError
 
@@ -30,19 +31,44 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         ConfigError: it cannot be written; the message says why.
     """
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """A file to write to in pieces; it takes the place of ``path`` when the block ends, and is gone if that fails.
+
+    A missing directory is made. With ``durable`` the data is on the disk before the old file is given up, so that a
+    power cut cannot leave an empty file either.
+
+    Raises:
+        ConfigError: it cannot be written; the message says why.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_ASIDE)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(data)
+                yield file
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
             Path(temporary).chmod(0o644)
             Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {_reason(error)}.") from error
+        if isinstance(error, KvslimError):
+            raise
+        raise ConfigError(f"{path} cannot be written: {reason(error)}. Nothing was changed.") from error
+
+
+def discard_unfinished(folder: Path) -> None:
+    """Remove what writers left in ``folder`` when they were killed. Nobody may be writing there."""
+    for place in folder.glob(f"{_ASIDE}*"):
+        place.unlink(missing_ok=True)
 
 
 def check_writable(path: Path, *, directory: bool = False) -> None:
@@ -63,7 +89,7 @@ def check_writable(path: Path, *, directory: bool = False) -> None:
         with tempfile.TemporaryFile(dir=_nearest(folder), prefix=_ASIDE):
             pass
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {_reason(error)}. Choose another place.") from error
+        raise ConfigError(f"{folder} cannot be written: {reason(error)}. Choose another place.") from error
 
 
 def check_new_directory(path: Path) -> None:
@@ -76,7 +102,7 @@ def check_new_directory(path: Path) -> None:
         taken = path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
         parent = _nearest(path.absolute().parent)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be made: {_reason(error)}. Choose another place.") from error
+        raise ConfigError(f"{path} cannot be made: {reason(error)}. Choose another place.") from error
     if taken:
         raise ConfigError(f"{path} exists already. Choose another place, or remove it first.")
     try:
@@ -84,7 +110,7 @@ def check_new_directory(path: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be made: {parent} is not a directory that you can write to ({_reason(error)})."
+            f"{path} cannot be made: {parent} is not a directory that you can write to ({reason(error)})."
         ) from error
 
 
@@ -111,7 +137,7 @@ def new_directory(path: Path) -> Iterator[Path]:
             for parent in missing:
                 parent.rmdir()
         if isinstance(error, OSError) and not isinstance(error, KvslimError):
-            raise ConfigError(f"{path} cannot be written: {_reason(error)}. Nothing was left behind.") from error
+            raise ConfigError(f"{path} cannot be written: {reason(error)}. Nothing was left behind.") from error
         raise
 
 
@@ -121,5 +147,6 @@ def _nearest(folder: Path) -> Path:
     return next((place for place in (folder, *folder.parents) if place.is_symlink() or place.exists()), folder)
 
 
-def _reason(error: OSError) -> str:
+def reason(error: OSError) -> str:
+    """Why the system refused, in its words."""
     return error.strerror or str(error)

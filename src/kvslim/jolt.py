@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,64 +25,41 @@ from torch import Tensor
 
 from kvslim.allocating.lagrangian import Allocation, allocate, allocate_at
 from kvslim.allocating.strategies import STRATEGIES
-from kvslim.attending.families import rope_of
+from kvslim.attending.families import rope_of, text_config
 from kvslim.attending.layout import compressible_layers
-from kvslim.caching.block import Block, ExactBlock
-from kvslim.caching.cells import Cell, gather, take_off
+from kvslim.caching.block import ExactBlock
+from kvslim.caching.cells import Cell, Coded, gather, take_off
 from kvslim.caching.compressed import CompressedCache
+from kvslim.caching.offers import Offer, Planned, by_row, least_of
 from kvslim.caching.prefix import CodedStretch
 from kvslim.caching.report import header_bytes, stretch_header_bytes
 from kvslim.caching.tucker_choices import CellChoices, CellShape, inherited_choices, own_choices
 from kvslim.caching.tucker_residual import (
     COPY_BITS,
-    CellPlan,
     TuckerResidual,
+    directions,
     encode_cell,
     encode_on,
     projected_tail,
 )
+from kvslim.checkpointing.session import Settings, serialized_bytes, write_session
 from kvslim.decomposing.flash import flash_cap, spectra_of_many
 from kvslim.decomposing.hosvd import Hosvd, hosvd
 from kvslim.decomposing.tucker import leading_slabs
 from kvslim.errors import BudgetError, ConfigError
-from kvslim.jolt_config import OUR_BITS, PAPER_BITS, JoltConfig, Price
+from kvslim.jolt_config import OUR_BITS, PAPER, PAPER_BITS, JoltConfig, Price
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers import PreTrainedTokenizerBase as TokenizerBase
 
-__all__ = ["OUR_BITS", "PAPER_BITS", "JoltCache", "JoltConfig", "Price"]
+__all__ = ["OUR_BITS", "PAPER", "PAPER_BITS", "JoltCache", "JoltConfig", "Price"]
 
 _SHORT = 256  # tokens below which a prompt that cannot meet its ratio stays exact rather than being refused
 _KEEP_VECTORS_BELOW = 1024  # slabs × features up to which exact singular vectors wait for the second pass
-_ALL_BELOW = 256  # slabs × features up to which all directions are looked for
+_ALL_BELOW = 512  # slabs × features up to which all directions are looked for
 _STEERED = 0.75  # share of the layer groups that follow the price when they arrive one by one; the rest repair
 _LEEWAY = 1.3  # a group that arrives may take so many times its expected share
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A chosen plan with what carrying it out needs."""
-
-    plan: CellPlan
-    spectra: Hosvd | None = None
-    slab: Tensor | None = None
-    basis: TuckerResidual | None = None
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """One cell before the allocation: what it can choose from, and what carrying a choice out will need."""
-
-    cell: Cell
-    choices: CellChoices
-    spectra: Hosvd | None = None
-    slab: Tensor | None = None
-    basis: TuckerResidual | None = None
-
-    def planned(self, choice: int) -> _Planned:
-        plan = self.choices.plans[choice]
-        basis = self.basis if plan.inherit else None
-        return _Planned(plan, None if plan.inherit else self.spectra, self.slab, basis)
 
 
 class JoltCache(CompressedCache):
@@ -128,7 +107,9 @@ class JoltCache(CompressedCache):
             rope=rope_of(model) if config.pre_rope else None,
             attention_mask=attention_mask,
         )
+        self.read_by(text_config(model))
         self.config = config
+        self._model = weakref.ref(model)  # what a session belongs to; a cache does not keep its model alive
         self.price = price
         """What this cache's last planning says about the next prompt; see the argument."""
         self._arrives_at = price
@@ -142,6 +123,27 @@ class JoltCache(CompressedCache):
     def _groups(self) -> list[tuple[int, ...]]:
         size, layers = self.config.layer_group, self.shape.layers
         return [tuple(range(first, min(first + size, layers))) for first in range(0, layers, size)]
+
+    # ---- sessions on disk ----------------------------------------------------------------------------------------
+
+    def save(
+        self, path: str | PathLike[str], input_ids: Tensor | None = None, tokenizer: TokenizerBase | None = None
+    ) -> None:
+        """Write the cache to one file, from which :func:`kvslim.load_cache` resumes bit for bit in another process.
+
+        Arguments and errors: see :func:`~kvslim.checkpointing.session.write_session`.
+        """
+        write_session(Path(path), self, self.session_settings(), input_ids=input_ids, tokenizer=tokenizer)
+
+    @property
+    def serialized_nbytes(self) -> int:
+        """Bytes that :meth:`save` writes for the compressed prefix, without a tokenizer: what the budget covers."""
+        return serialized_bytes(self, self.session_settings())
+
+    def session_settings(self) -> Settings:
+        """What a session keeps beside the cache."""
+        price = (self.price.per_share, *self.price.shares) if self.price is not None else ()
+        return Settings(self._model(), self.config.to_dict(), price)
 
     # ---- bytes -------------------------------------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class JoltCache(CompressedCache):
 
     def _plan(self, cells: list[Cell]) -> dict[Cell, Any]:
         """Two passes, the first over everything: spectra of every cell, then one allocation per row."""
-        rows = _by_row(self._offers(cells))
+        rows = by_row(self._offers(cells))
         all_tokens = sum(row[0].cell.span.row_tokens for row in rows)
         planned: dict[Cell, Any] = {}
         for row in rows:
@@ -205,7 +207,7 @@ class JoltCache(CompressedCache):
             self.price = self._price_of(row, result, budget)
         return planned
 
-    def _offers(self, cells: Sequence[Cell]) -> list[_Offer]:
+    def _offers(self, cells: Sequence[Cell]) -> list[Offer]:
         """The spectra of cells of the prefill, and their choices. Cells of one shape are decomposed together."""
         by_shape: dict[tuple[int, int], list[Cell]] = {}
         for cell in cells:
@@ -213,7 +215,7 @@ class JoltCache(CompressedCache):
         offers = {offer.cell: offer for alike in by_shape.values() for offer in self._offers_alike(alike)}
         return [offers[cell] for cell in cells]
 
-    def _offers_alike(self, cells: Sequence[Cell]) -> list[_Offer]:
+    def _offers_alike(self, cells: Sequence[Cell]) -> list[Offer]:
         span, config = cells[0].span, self.config
         slabs = len(cells[0].layers) * self.shape.kv_heads
         shape = self._shape_of(slabs, span.tokens)
@@ -224,19 +226,20 @@ class JoltCache(CompressedCache):
             cap = self._cap(slabs, span.tokens)
             inputs = (self._input(cell) for cell in cells)
             found = [(one, None) for one in spectra_of_many(inputs, config.spectra, cap=cap, seed=config.seed)]
+        tables = own_choices([spectra for spectra, _ in found], shape, config.bits, config.levels)
+        large = config.spectra == "exact" and slabs * self.shape.head_dim > _KEEP_VECTORS_BELOW
         offers = []
-        for cell, (spectra, slab) in zip(cells, found, strict=True):
-            choices = own_choices(spectra, shape, config.bits, config.levels).weighted(self._weight(cell))
-            large = config.spectra == "exact" and slabs * self.shape.head_dim > _KEEP_VECTORS_BELOW
+        for cell, (spectra, slab), choices in zip(cells, found, tables, strict=True):
             kept = spectra.without_vectors() if spectra is not None and large else spectra
-            offers.append(_Offer(cell, choices, kept, slab))
+            offers.append(Offer(cell, choices.weighted(self._weight(cell)), kept, slab))
         return offers
 
     def _input(self, cell: Cell) -> Tensor:
-        """A cell as its spectra are taken; on a GPU in the model's own precision, which the Flash routes multiply."""
-        raw = gather(self.compressible, cell)
-        half = raw.is_cuda and self.config.spectra != "exact"
-        return take_off(raw, cell, self.rope, raw.dtype if half else torch.float32)
+        """A cell as its spectra are taken, and as it is coded."""
+        return self._taken_off(gather(self.compressible, cell), cell)
+
+    def _taken_off(self, raw: Tensor, cell: Cell) -> Tensor:
+        return take_off(raw, cell, self.rope, fits_half=self._fits_half)
 
     def _cap(self, slabs: int, tokens: int) -> int | None:
         """Token directions to look for: all where that is cheap, or as many as FlashJoLT does."""
@@ -256,15 +259,16 @@ class JoltCache(CompressedCache):
         return CellShape(slabs, tokens, self.shape.head_dim, core_slabs, self._item_bytes)
 
     def _weight(self, cell: Cell) -> float:
+        weight = self.config.key_weight if cell.kind == 0 else 1.0
         if self.config.weights is None:
-            return 1.0
-        return self.config.weights[2 * (cell.layers[0] // self.config.layer_group) + cell.kind]
+            return weight
+        return weight * self.config.weights[2 * (cell.layers[0] // self.config.layer_group) + cell.kind]
 
-    def _row_budget(self, row: Sequence[_Offer], all_tokens: int) -> int:
+    def _row_budget(self, row: Sequence[Offer], all_tokens: int) -> int:
         span = row[0].cell.span
-        return self._budget(span.row, span.row_tokens, all_tokens, _least(row))
+        return self._budget(span.row, span.row_tokens, all_tokens, least_of(row))
 
-    def _allocate(self, row: Sequence[_Offer], budget: int) -> Allocation:
+    def _allocate(self, row: Sequence[Offer], budget: int) -> Allocation:
         """Share ``budget`` bytes among the cells of one row."""
         share = STRATEGIES[self.config.allocation]
         if self.config.split is None:
@@ -279,7 +283,7 @@ class JoltCache(CompressedCache):
         choices = tuple(chosen[offer.cell] for offer in row)
         return Allocation(choices, sum(p.cost for p in parts), sum(p.error for p in parts), max(p.price for p in parts))
 
-    def _price_of(self, row: Sequence[_Offer], result: Allocation, budget: int) -> Price:
+    def _price_of(self, row: Sequence[Offer], result: Allocation, budget: int) -> Price:
         spent = dict.fromkeys(self._groups(), 1.0)  # a share is never zero
         for offer, choice in zip(row, result.choices, strict=True):
             spent[offer.cell.layers] += float(offer.choices.costs[choice])
@@ -295,7 +299,7 @@ class JoltCache(CompressedCache):
         """One layer group: at the known price at first, then so that the row's budget comes out."""
         assert self._arrives_at is not None  # or nothing would arrive
         shares = self._arrives_at.shares
-        rows = _by_row(self._offers(cells))
+        rows = by_row(self._offers(cells))
         all_tokens = sum(row[0].cell.span.row_tokens for row in rows)
         planned: dict[Cell, Any] = {}
         for row in rows:
@@ -309,25 +313,25 @@ class JoltCache(CompressedCache):
             planned |= {offer.cell: offer.planned(c) for offer, c in zip(row, result.choices, strict=True)}
         return planned
 
-    def _steer(self, row: Sequence[_Offer], fair: int, budget: float, *, steered: bool) -> Allocation:
+    def _steer(self, row: Sequence[Offer], fair: int, budget: float, *, steered: bool) -> Allocation:
         """Spend ``fair`` bytes, or in ``steered`` groups what the price says, up to some leeway."""
         costs, errors = [o.choices.costs for o in row], [o.choices.errors for o in row]
         if steered and self._arrives_at is not None:
             result = allocate_at(costs, errors, self._arrives_at.per_share / budget)
             if fair / _LEEWAY <= result.cost <= fair * _LEEWAY:
                 return result
-        return allocate(costs, errors, max(fair, _least(row)))
+        return allocate(costs, errors, max(fair, least_of(row)))
 
     # ---- planning later tokens -----------------------------------------------------------------------------------
 
     def _plan_seal(self, cells: list[Cell]) -> dict[Cell, Any]:
         """Later tokens under the same ratio: on the basis that is there, on a new one if it has drifted, or on none."""
         planned: dict[Cell, Any] = {}
-        for row in _by_row([self._offer_sealed(cell) for cell in cells]):
+        for row in by_row([self._offer_sealed(cell) for cell in cells]):
             tokens = row[0].cell.span.tokens
             allowed = int(self.shape.dense_bytes(tokens) / self._sealed_ratio())
             budget = allowed - stretch_header_bytes(2 * len(self._groups()))
-            if budget < (least := _least(row)):
+            if budget < (least := least_of(row)):
                 raise BudgetError(
                     f"{tokens} later tokens have {allowed} bytes; {allowed - budget + least} are the least. "
                     "Seal more tokens together, or lower the ratio."
@@ -344,8 +348,8 @@ class JoltCache(CompressedCache):
         tokens = sum(row.length for row in rows)
         return self.shape.dense_bytes(tokens) / (self.config.budget_bytes or 1)
 
-    def _offer_sealed(self, cell: Cell) -> _Offer:
-        x = take_off(gather(self.compressible, cell), cell, self.rope)
+    def _offer_sealed(self, cell: Cell) -> Offer:
+        x = self._input(cell)
         shape = dataclasses.replace(self._shape_of(x.shape[0], x.shape[1]), core_slabs=x.shape[0])
         bits, levels = self.config.bits, self.config.levels
         basis = self._basis_for(cell)
@@ -357,10 +361,11 @@ class JoltCache(CompressedCache):
             drifted = float(tail[-1]) > self.config.drift * basis.missed
         if self.config.backbone and (inherited is None or drifted):
             cap = self._cap(x.shape[0], x.shape[1])
-            spectra = spectra_of_many([x], self.config.spectra, cap=cap, seed=self.config.seed)[0]
-        choices = own_choices(spectra, shape, bits, levels)
+            start = None if basis is None or basis.factors is None else directions(basis.factors)
+            (spectra,) = spectra_of_many([x], self.config.spectra, cap=cap, starts=[start], seed=self.config.seed)
+        (choices,) = own_choices([spectra], shape, bits, levels)
         choices = (choices if inherited is None else choices + inherited).weighted(self._weight(cell))
-        return _Offer(cell, choices, spectra, None, basis)
+        return Offer(cell, choices, spectra, None, basis)
 
     def _basis_for(self, cell: Cell) -> TuckerResidual | None:
         """The newest block of the row that owns a basis for this cell."""
@@ -374,27 +379,18 @@ class JoltCache(CompressedCache):
 
     # ---- carrying plans out --------------------------------------------------------------------------------------
 
-    def _encode_cell(self, cell: Cell, raw: Tensor, plan: _Planned) -> tuple[Block, Tensor, str]:
-        heads, levels, seed = self.shape.kv_heads, self.config.levels, self.config.seed
+    def _encode_cell(self, cell: Cell, raw: Tensor, plan: Planned) -> Coded:
+        words = str(plan.plan)
         if plan.plan.bits == COPY_BITS:
-            return ExactBlock(raw.clone(), heads), raw, str(plan.plan)
-        x = take_off(raw, cell, self.rope)
-        block: TuckerResidual
+            energy = torch.linalg.vector_norm(raw, dtype=torch.float64) ** 2
+            return Coded(cell, ExactBlock(raw.clone(), self.shape.kv_heads), words, energy, 0.0)
+        x = self._taken_off(raw, cell)
+        how: dict[str, Any] = {
+            "kv_heads": self.shape.kv_heads, "levels": self.config.levels, "seed": self.config.seed,
+        }  # fmt: skip
         if plan.basis is not None and plan.basis.factors is not None:
-            block = encode_on(x, plan.basis.factors, plan.plan, kv_heads=heads, levels=levels, seed=seed)
+            made = encode_on(x, plan.basis.factors, plan.plan, plan.missed, **how)
         else:
-            block = encode_cell(
-                x, plan.plan, kv_heads=heads, levels=levels, seed=seed, spectra=plan.spectra, slab=plan.slab
-            )
-        return block, x, str(plan.plan)
-
-
-def _by_row(offers: Sequence[_Offer]) -> list[list[_Offer]]:
-    rows: dict[int, list[_Offer]] = {}
-    for offer in offers:
-        rows.setdefault(offer.cell.span.row, []).append(offer)
-    return list(rows.values())
-
-
-def _least(row: Sequence[_Offer]) -> int:
-    return sum(int(offer.choices.costs.min()) for offer in row)
+            made = encode_cell(x, plan.plan, spectra=plan.spectra, slab=plan.slab, missed=plan.missed, **how)
+        energy = torch.linalg.vector_norm(x, dtype=torch.float64) ** 2 if plan.spectra is None else plan.spectra.energy
+        return Coded(cell, made.block, words, energy, made.lost)

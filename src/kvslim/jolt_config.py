@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvslim.allocating.strategies import STRATEGIES, Strategy
 from kvslim.caching.tucker_residual import COPY_BITS
@@ -13,12 +14,14 @@ from kvslim.quantizing.codebook import LEVEL_KINDS, LevelKind
 
 PAPER_BITS = (0, 2, 4, 8)
 """Residual widths of the paper."""
+PAPER: dict[str, Any] = {"bits": PAPER_BITS, "key_weight": 1.0, "spectra": "exact"}
+"""What the paper's preset sets; FlashJoLT is the same with ``spectra="randomized"``."""
 OUR_BITS = (0, 2, 3, 4, 5, 6, 8)
 
 
 @dataclass(frozen=True)
 class JoltConfig(JsonConfig):
-    """Settings of :class:`JoltCache`. ``bits=(0, 2, 4, 8)`` makes it the paper's preset.
+    """Settings of :class:`JoltCache`. The paper's preset is ``JoltConfig(ratio=3, **PAPER)``.
 
     Attributes:
         ratio: bf16 bytes over measured bytes of the compressed prefix, at least 1. Give this or ``budget_bytes``.
@@ -35,6 +38,8 @@ class JoltConfig(JsonConfig):
             what the old basis missed of its own tokens.
         spectra: how a cell's spectra are found: ``gram`` (FlashJoLT by Gram matrices and subspace steps),
             ``randomized`` (FlashJoLT as the paper has it) or ``exact``.
+        key_weight: importance of a key cell's relative squared error beside a value cell's. 1 is the paper's sum; more
+            is better, as attention is more sensitive to its scores than to what it averages.
         weights: importance of each cell's relative squared error, keys and values of layer group 0, then of group 1 …;
             None weighs all alike.
         allocation: ``joint`` (the Lagrangian), or to compare with ``uniform`` (equal bytes per cell) or ``greedy``.
@@ -54,7 +59,8 @@ class JoltConfig(JsonConfig):
     seed: int = 0
     seal: int | None = 256
     drift: float = 2.0
-    spectra: SpectrumRoute = "exact"
+    spectra: SpectrumRoute = "gram"
+    key_weight: float = 4.0
     weights: tuple[float, ...] | None = None
     allocation: Strategy = "joint"
     split: float | None = None
@@ -89,6 +95,8 @@ class JoltConfig(JsonConfig):
             raise ConfigError(f"seal is a number of tokens ≥ 1, or None to keep later tokens exact, not {self.seal!r}.")
         if not (is_number(self.drift) and self.drift >= 1):
             raise ConfigError(f"drift is a factor ≥ 1, not {self.drift!r}.")
+        if not (is_number(self.key_weight) and self.key_weight > 0):
+            raise ConfigError(f"key_weight is a positive number, not {self.key_weight!r}.")
         if self.weights is not None:
             if not is_list(self.weights) or not all(is_number(w) and w > 0 for w in self.weights):
                 raise ConfigError(f"weights are positive numbers, one per cell, or None, not {self.weights!r}.")

@@ -25,7 +25,7 @@ def decoded(block: TuckerResidual) -> torch.Tensor:
 
 
 def relative_error(x: torch.Tensor, plan: CellPlan) -> float:
-    block = encode_cell(x, plan, kv_heads=x.shape[0], levels="lloyd_max", seed=0)
+    block = encode_cell(x, plan, kv_heads=x.shape[0], levels="lloyd_max", seed=0).block
     return float((decoded(block) - x).norm() / x.norm())
 
 
@@ -45,7 +45,7 @@ def test_planned_bytes_are_the_stored_bytes(
     slabs = layers * heads
     feature_rank = max(1, int(features * feature_share))
     plan = CellPlan(min(token_rank, tokens, slabs * feature_rank), feature_rank, bits)
-    block = encode_cell(torch.randn(slabs, tokens, features), plan, kv_heads=heads, levels="lloyd_max", seed=0)
+    block = encode_cell(torch.randn(slabs, tokens, features), plan, kv_heads=heads, levels="lloyd_max", seed=0).block
     assert storage_bytes(iter_tensors(block)) == cell_bytes(plan, slabs, tokens, features)
     assert decoded(block).shape == (slabs, tokens, features)
 
@@ -72,7 +72,7 @@ def test_the_gain_keeps_any_magnitude_in_float16(scale: float) -> None:
 
 def test_layers_and_crop_agree_with_the_whole() -> None:
     x = low_rank_cell(6, 50, 8)
-    block = encode_cell(x, CellPlan(5, 6, 4), kv_heads=2, levels="lloyd_max", seed=3)
+    block = encode_cell(x, CellPlan(5, 6, 4), kv_heads=2, levels="lloyd_max", seed=3).block
     whole = decoded(block)
     assert torch.equal(block.decode(1), whole[2:4])
     cropped = block.crop(17)
@@ -84,7 +84,7 @@ def test_layers_and_crop_agree_with_the_whole() -> None:
 @pytest.mark.parametrize("value", [0.0, 2.5])
 def test_constant_and_zero_cells(value: float) -> None:
     x = torch.full((2, 30, 8), value)
-    block = encode_cell(x, CellPlan(1, 8, 4), kv_heads=2, levels="lloyd_max", seed=0)
+    block = encode_cell(x, CellPlan(1, 8, 4), kv_heads=2, levels="lloyd_max", seed=0).block
     assert torch.allclose(decoded(block), x, atol=1e-3)
 
 
@@ -93,3 +93,37 @@ def test_map_keeps_shared_tensors_shared() -> None:
     first, second = map_tensors((x, x), torch.Tensor.clone)
     assert first is second
     assert storage_bytes([x, x[:1], x.clone()]) == 24
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    tokens=st.integers(1, 60),
+    features=st.integers(1, 40),
+    share=st.tuples(st.integers(0, 10), st.floats(0.1, 1), st.sampled_from([0, 2, 3, 5, 8])),
+    truncate_slabs=st.booleans(),
+    queries=st.sampled_from([1, 3, 50]),
+    data=st.data(),
+)
+def test_products_are_those_of_the_decoded_block(
+    layers: int, heads: int, tokens: int, features: int, share: tuple[int, float, int], truncate_slabs: bool,
+    queries: int, data: st.DataObject,
+) -> None:  # fmt: skip
+    token_rank, feature_share, bits = share
+    slabs, feature_rank = layers * heads, max(1, int(features * feature_share))
+    core_slabs = max(1, slabs // 2) if truncate_slabs else slabs
+    plan = CellPlan(min(token_rank, tokens, core_slabs * feature_rank), feature_rank, bits)
+    rng = torch.Generator().manual_seed(tokens)
+    x = torch.randn(slabs, tokens, features, generator=rng)
+    slab = torch.linalg.qr(torch.randn(slabs, core_slabs, generator=rng)).Q if truncate_slabs else None
+    block = encode_cell(x, plan, kv_heads=heads, levels="lloyd_max", seed=0, slab=slab)
+    layer, start = data.draw(st.integers(0, layers - 1)), data.draw(st.integers(0, tokens - 1))
+    stop = data.draw(st.integers(start + 1, tokens))
+    dense = block.decode(layer, start, stop).double()
+    query = torch.randn(heads, queries, features, generator=rng)
+    weights = torch.randn(heads, queries, stop - start, generator=rng)
+    got, expected = block.scores(layer, query, start, stop), query.double() @ dense.mT
+    assert torch.allclose(got.double(), expected, atol=1e-5 * float(x.norm()))
+    got, expected = block.mix(layer, weights, start, stop), weights.double() @ dense
+    assert torch.allclose(got.double(), expected, atol=1e-5 * float(x.norm()))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvslim.decomposing import subspace
+from kvslim.decomposing import flash, subspace
 
 MakeCell = Callable[..., torch.Tensor]
 
@@ -32,8 +32,12 @@ def make_cell() -> MakeCell:
 
 @pytest.fixture(params=["cpu", "gpu"])
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a test by the way of a CPU, and by that of a GPU: same operations and roundings, on the CPU."""
+    """Run a test by the way of a CPU, and by that of a GPU: same operations and roundings, on the CPU.
+
+    Small matrices, which are otherwise decomposed in full, are iterated on like large ones.
+    """
+    monkeypatch.setattr(flash, "_FULL_BELOW", 8)
     if request.param == "gpu":
         monkeypatch.setattr(subspace, "on_gpu", lambda _: True)
-        monkeypatch.setattr(subspace, "_half_product", lambda a, b: a.float() @ b.float())
+        monkeypatch.setattr(subspace, "half_product", lambda a, b: a.float() @ b.float())
     return str(request.param)

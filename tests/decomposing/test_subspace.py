@@ -68,11 +68,28 @@ def test_cholesky_qr_completes_a_basis_of_deficient_rank(rank: int) -> None:
 
 def test_sketch_adds_every_row_to_one_column_with_a_sign() -> None:
     rows = randn(3, 23, 7)
-    signs = subspace.sketch(torch.eye(23)[None], 5, seed=1)[0]
+    signs = subspace.sketch(torch.eye(23)[None].split(5, dim=1), 5, seed=1)[0]
     assert torch.equal(signs.abs().sum(1), torch.ones(23))
-    assert torch.allclose(subspace.sketch(rows, 5, seed=1), rows.mT @ signs, atol=1e-5)
+    assert torch.allclose(subspace.sketch(rows.split(5, dim=1), 5, seed=1), rows.mT @ signs, atol=1e-5)
     half = rows.to(torch.bfloat16)
-    assert torch.allclose(subspace.sketch(half, 5, seed=1), half.float().mT @ signs, atol=1e-5)
+    assert torch.allclose(subspace.sketch(half.split(5, dim=1), 5, seed=1), half.float().mT @ signs, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_products_are_those_of_the_unfolding(arithmetic: str, dtype: torch.dtype) -> None:
+    cell, basis = randn(3, 2500, 4, dtype=dtype), randn(1, 12, 5, seed=1)
+    unfolded = torch.cat(list(cell), 1).double()
+    expected = unfolded.T @ unfolded
+    operator = subspace.TokenOperator(cell)
+    for found, wanted in (
+        (subspace.token_gram(cell), expected),
+        (subspace.feature_gram(cell), sum(slab.T @ slab for slab in cell.double())),
+        (operator(basis)[0], expected @ basis[0].double()),
+        (operator.ritz(basis)[0], basis[0].double().T @ expected @ basis[0].double()),
+    ):
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+    rows = unfolded.float()[None].split(7, dim=1)
+    assert torch.allclose(operator.sketch(7, seed=2), subspace.sketch(rows, 7, seed=2), atol=1e-4)
 
 
 def test_simultaneous_iteration_captures_what_eigenvectors_capture(

@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicCache
 from kvslim.baselines import IntegerCache, RotatedCache
 from kvslim.errors import ConfigError
 from kvslim.evaluating.methods import CacheMethod, Jolt, Palu, check_methods, parse_method, parse_methods
-from kvslim.jolt import JoltCache, JoltConfig
+from kvslim.jolt import PAPER, JoltCache, JoltConfig
 from kvslim.palu import PaluConfig
 
 
@@ -33,7 +33,7 @@ def test_run_time_methods(tiny_llama: PreTrainedModel, name: str, cache: type, b
         ("jolt-3x:post-rope", JoltConfig(ratio=3, pre_rope=False)),
         ("jolt-4x:bits=0/3/6:window=64:sinks=0", JoltConfig(ratio=4, bits=(0, 3, 6), window=64, sinks=0)),
         ("jolt-1x:bits=0/8/16", JoltConfig(ratio=1, bits=(0, 8, 16))),
-        ("jolt-3x:paper", JoltConfig(ratio=3, bits=(0, 2, 4, 8))),
+        ("jolt-3x:paper", JoltConfig(ratio=3, **PAPER)),
         ("jolt-3x:rank-only:split=0.5", JoltConfig(ratio=3, bits=(0,), split=0.5)),
         ("jolt-5x:no-backbone:greedy", JoltConfig(ratio=5, backbone=False, allocation="greedy")),
         ("jolt-5x:uniform:slabs=.75", JoltConfig(ratio=5, allocation="uniform", slab_share=0.75)),

@@ -93,7 +93,7 @@ def test_without_a_gpu_or_triton_it_is_the_reference(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(dispatch.REFERENCE_VARIABLE, raising=False)
     for gpu in (True, False):
         for has_triton in (True, False):
-            monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+            monkeypatch.setattr(dispatch, "_has_nvidia_gpu", lambda gpu=gpu: gpu)
             monkeypatch.setattr(dispatch, "_has_triton", lambda has_triton=has_triton: has_triton)
             assert dispatch.implementation() == ("triton" if gpu and has_triton else "reference")
 

@@ -43,8 +43,8 @@ def test_the_reference_is_the_rope(inverse: bool) -> None:
 
 
 @pytest.mark.parametrize(("slabs", "inverse"), [(1, True), (6, False)])
-@pytest.mark.parametrize(("size", "rotary_dim"), [(64, 64), (80, 80), (96, 48), (128, 128), (80, 20), (32, 0)])
-@pytest.mark.parametrize("tokens", [1, 65, 500])
+@pytest.mark.parametrize(("size", "rotary_dim"), [(80, 80), (96, 48), (128, 128), (32, 0)])
+@pytest.mark.parametrize("tokens", [1, 65])
 def test_the_kernel_is_exact_to_float32(
     kernel: Kernel, device: str, poison: Callable[[int], None], tokens: int, size: int, rotary_dim: int, slabs: int,
     inverse: bool,

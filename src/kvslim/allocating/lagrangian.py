@@ -47,7 +47,7 @@ def allocate(costs: Sequence[IntArray], errors: Sequence[FloatArray], budget: in
     Raises:
         BudgetError: even the cheapest choice of every cell exceeds the budget; the message names that least budget.
     """
-    cells = [Frontier(cost, error) for cost, error in zip(costs, errors, strict=True)]
+    cells = frontiers(costs, errors)
     least = least_cost(costs)
     if least > budget:
         raise BudgetError(f"The budget of {budget} bytes is below the least possible, {least} bytes. Raise it to that.")
@@ -74,19 +74,25 @@ def allocate_at(costs: Sequence[IntArray], errors: Sequence[FloatArray], price: 
 
 
 class Frontier:
-    """The choices of one cell that no other choice beats: cost rising, error falling. ``index`` maps back."""
+    """The choices of one cell that no other choice beats: cost rising, error falling. ``index`` maps back.
 
-    def __init__(self, cost: IntArray, error: FloatArray) -> None:
-        order = np.lexsort((error, cost))
+    ``order`` sorts the costs; cells of one shape share it.
+    """
+
+    def __init__(self, cost: IntArray, error: FloatArray, order: IntArray | None = None) -> None:
+        order = np.argsort(cost, kind="stable") if order is None else order
         best = np.minimum.accumulate(error[order])
-        keep = np.concatenate(([True], best[1:] < best[:-1]))
-        self.index = order[keep]
+        better = order[np.concatenate(([True], best[1:] < best[:-1]))]
+        ahead = cost[better]
+        self.index = better[np.concatenate((ahead[1:] > ahead[:-1], [True]))]  # of equal costs the last is the best
         self.cost = cost[self.index].astype(np.int64)
         self.error = error[self.index].astype(np.float64)
 
 
-def _at_price(cells: list[Frontier], price: float) -> list[int]:
-    return [int(np.argmin(cell.error + price * cell.cost)) for cell in cells]
+def frontiers(costs: Sequence[IntArray], errors: Sequence[FloatArray]) -> list[Frontier]:
+    """One frontier per cell; a cost array that several cells share is sorted once."""
+    orders = {id(cost): np.argsort(cost, kind="stable") for cost in costs}
+    return [Frontier(cost, error, orders[id(cost)]) for cost, error in zip(costs, errors, strict=True)]
 
 
 def _total_cost(cells: list[Frontier], chosen: list[int]) -> int:
@@ -98,16 +104,23 @@ def _bisect(cells: list[Frontier], budget: int) -> tuple[float, list[int]]:
     best = [len(cell.cost) - 1 for cell in cells]
     if _total_cost(cells, best) <= budget:
         return 0.0, best
+    table = _Table(cells)
+    cost = np.where(np.isinf(table.error), 0, table.cost).astype(np.float64)
+
+    def at_price(price: float) -> list[int]:
+        chosen: list[int] = (table.error + price * cost).argmin(1).tolist()
+        return chosen
+
     low, high = 1e-30, 1e30
     for _ in range(200):
         middle = (low * high) ** 0.5
-        if _total_cost(cells, _at_price(cells, middle)) <= budget:
+        if _total_cost(cells, at_price(middle)) <= budget:
             high = middle
         else:
             low = middle
-        if high / low < 1 + 1e-12:
+        if high / low < 1 + 1e-9:
             break
-    chosen = _at_price(cells, high)
+    chosen = at_price(high)
     return high, chosen if _total_cost(cells, chosen) <= budget else [0] * len(cells)
 
 
@@ -131,6 +144,8 @@ def _repair(cells: list[Frontier], chosen: list[int], budget: int) -> list[int]:
     swaps = 0
     while swaps < _SWAP_ROUNDS:
         move = _best_upgrade(cells, chosen, slack)
+        if move is None and slack <= _STRANDED * budget:
+            break  # nothing to win that is worth the search
         if move is None:
             move, swaps = _best_swap(table, chosen, slack), swaps + 1
         if move is None:
@@ -144,6 +159,7 @@ def _repair(cells: list[Frontier], chosen: list[int], budget: int) -> list[int]:
 _Move = list[tuple[int, int]]
 _SWAP_DEPTH = 6  # how many steps a swap may downgrade
 _SWAP_ROUNDS = 40
+_STRANDED = 2e-4  # share of the budget below which unspent bytes are left alone
 
 
 def _best_upgrade(cells: list[Frontier], chosen: list[int], slack: int) -> _Move | None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvslim.allocating.lagrangian import Allocation, FloatArray, Frontier, IntArray, allocate, least_cost
+from kvslim.allocating.lagrangian import Allocation, FloatArray, IntArray, allocate, frontiers, least_cost
 from kvslim.errors import BudgetError
 
 Strategy = Literal["joint", "uniform", "greedy"]
@@ -41,7 +41,7 @@ def allocate_greedy(costs: Sequence[IntArray], errors: Sequence[FloatArray], bud
     Raises:
         BudgetError: even the cheapest choice of every cell exceeds the budget.
     """
-    cells = [Frontier(cost, error) for cost, error in zip(costs, errors, strict=True)]
+    cells = frontiers(costs, errors)
     slack = budget - least_cost(costs)
     if slack < 0:
         raise BudgetError(f"The budget of {budget} bytes is below the least possible, {budget - slack} bytes.")

@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from kvslim.caching.handles import KEYS, VALUES, Handle, LayerView
+from kvslim.caching.handles import HANDLE_ATTENTION, KEYS, VALUES, Handle, LayerView
 from kvslim.caching.prefix import CompressedRow, Stretch
 from kvslim.errors import UnsupportedModelError
 
-NAME = "kvslim"
 TILE_TOKENS = 1024
 """Tokens that are dense at a time, at most; fewer when there are so many queries that their scores would be larger."""
 _TILE_SCORES = 1 << 24  # 64 MiB of float32
@@ -37,8 +36,8 @@ _REFUSED = {
 
 def register() -> None:
     """Make ``kvslim`` known to transformers, as an attention and as a mask function; again is harmless."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
+    AttentionInterface.register(HANDLE_ATTENTION, attention_forward)
+    AttentionMaskInterface.register(HANDLE_ATTENTION, attention_mask)
 
 
 # ---- the mask --------------------------------------------------------------------------------------------------------
@@ -113,8 +112,8 @@ def attention_forward(
     for name, what in _REFUSED.items():
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(
-                f"The attention implementation {NAME!r} does not know {what} ({name}), which this model asks for. "
-                "Call model.set_attn_implementation('eager'); a compressed cache works with it too."
+                f"The attention implementation {HANDLE_ATTENTION!r} does not know {what} ({name}), which this model "
+                "asks for. Call model.set_attn_implementation('eager'); a compressed cache works with it too."
             )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     view = _view_of(key, value)
@@ -151,26 +150,33 @@ def attend(view: LayerView, query: Tensor, mask: Tensor | None, *, scaling: floa
         mask = mask[..., :columns].expand(batch, -1, -1, -1)
         mask = mask[:, :, None] if mask.shape[1] == 1 else mask.unflatten(1, (kv_heads, -1))
     groups = view.prefix.groups()
-    parts = [_attend_prefix(view, heads[rows], rows, mask) for rows in groups]
-    order = torch.tensor([row for rows in groups for row in rows], device=query.device).argsort()
-    running = _Softmax(*(torch.cat(part)[order] for part in zip(*parts, strict=True)))
+    parts = [_attend_prefix(view, heads, rows, mask) for rows in groups]
+    order = [row for rows in groups for row in rows]
+    back = sorted(range(batch), key=order.__getitem__)
+    running = _Softmax(*(_rows(torch.cat(part), back) for part in zip(*parts, strict=True)))
     _attend_tail(view, heads, mask, running, causal=causal)
     return running.result().flatten(1, 2).to(query.dtype)
 
 
 def _attend_prefix(view: LayerView, heads: Tensor, rows: list[int], mask: Tensor | None) -> tuple[Tensor, ...]:
-    """The prefix of batch rows that share one stored row: decoded once, attended to by the queries of all."""
-    shape = heads.transpose(0, 1).shape[:-1]
-    flat = heads.transpose(0, 1).flatten(1, 3)  # (kv_heads, n of all rows, head_dim)
+    """The prefix of the batch ``rows`` that share one stored row: decoded once, attended to by the queries of all."""
+    own = _rows(heads, rows).transpose(0, 1)
+    shape, flat = own.shape[1:-1], own.flatten(1, 3)  # (kv_heads, n of all rows, head_dim)
     running = _Softmax.empty(flat)
     size = max(1, min(TILE_TOKENS, _TILE_SCORES // (flat.shape[0] * flat.shape[1])))
     for column, scores, mix in _tiles(view.prefix.rows[rows[0]], view.slot, flat, size):
         visible = scores
         if mask is not None:
-            part = mask[rows, ..., column : column + scores.shape[-1]].transpose(0, 1)
-            visible = _masked(scores.unflatten(1, shape[1:]), part).flatten(1, 3)
+            part = _rows(mask, rows)[..., column : column + scores.shape[-1]].transpose(0, 1)
+            visible = _masked(scores.unflatten(1, shape), part).flatten(1, 3)
         running.add(visible, mix)
-    return tuple(state.unflatten(1, shape[1:]).transpose(0, 1) for state in running.state)
+    return tuple(state.unflatten(1, shape).transpose(0, 1) for state in running.state)
+
+
+def _rows(x: Tensor, rows: list[int]) -> Tensor:
+    """``x[rows]``; a view if these are neighbours, as the beams of one prompt are."""
+    first, last = rows[0], rows[-1] + 1
+    return x[first:last] if rows == list(range(first, last)) else x[rows]
 
 
 def _tiles(

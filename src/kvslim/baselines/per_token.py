@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvslim.attending.families import text_config
 from kvslim.attending.layout import compressible_layers
 from kvslim.caching.block import Block
-from kvslim.caching.cells import Cell, take_off
+from kvslim.caching.cells import Cell, Coded, measured, take_off
 from kvslim.caching.compressed import CompressedCache
 from kvslim.caching.token_codes import IntegerBlock, RotatedBlock
 from kvslim.errors import ConfigError
@@ -43,6 +44,7 @@ class PerTokenCache(CompressedCache):
         if bits not in range(1, 9):
             raise ConfigError(f"bits is a width from 1 to 8, not {bits}.")
         super().__init__(*compressible_layers(model), sinks=sinks, window=window, attention_mask=attention_mask)
+        self.read_by(text_config(model))
         self.bits = bits
 
     @abstractmethod
@@ -53,9 +55,9 @@ class PerTokenCache(CompressedCache):
         """There is nothing to choose."""
         return dict.fromkeys(cells)
 
-    def _encode_cell(self, cell: Cell, raw: Tensor, plan: None) -> tuple[Block, Tensor, str]:
+    def _encode_cell(self, cell: Cell, raw: Tensor, plan: None) -> Coded:
         x = take_off(raw, cell, self.rope).to(torch.float32)
-        return self._block(x), x, f"{self.bits} bit"
+        return measured(cell, x, self._block(x), f"{self.bits} bit")
 
 
 class IntegerCache(PerTokenCache):

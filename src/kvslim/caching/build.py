@@ -7,14 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvslim.caching.block import Block
-from kvslim.caching.cells import Cell, Span, coded_stretch
+from kvslim.caching.cells import Cell, Coded, Span, coded_stretch
 from kvslim.caching.layer import CompressedLayer
 from kvslim.caching.prefix import CompressedRow, ExactStretch, Stretch
-from kvslim.caching.report import CellReport
 from kvslim.types import KVShape, Rope
-
-Encoded = tuple[Cell, Block]
 
 
 class PrefixBuild:
@@ -38,8 +34,8 @@ class PrefixBuild:
             stop = max(start, end - window)
             self.spans.append(Span(row, start, stop, start - first, end - first))
         self.twins = list(range(len(extents)))
-        self.reports: list[CellReport] = []
-        self._blocks: list[list[Encoded]] = [[] for _ in extents]
+        self.coded: list[Coded] = []
+        self._parts: list[list[Coded]] = [[] for _ in extents]
         self._exact: list[list[tuple[Tensor, Tensor]]] = [[] for _ in extents]
 
     def part_twins(self, first_equal: Callable[[int], int], *, first: bool) -> None:
@@ -53,11 +49,11 @@ class PrefixBuild:
         own = [span for row, span in enumerate(self.spans) if self.twins[row] == row and span.tokens]
         return [Cell(span, group, kind) for span in own for kind in range(2)]
 
-    def add(self, cell: Cell, block: Block, report: CellReport) -> None:
-        self.reports.append(report)
+    def add(self, coded: Coded) -> None:
+        self.coded.append(coded)
         for row, twin in enumerate(self.twins):
-            if twin == cell.span.row:
-                self._blocks[row].append((cell, block))
+            if twin == coded.cell.span.row:
+                self._parts[row].append(coded)
 
     def keep_exact(self, layer: CompressedLayer) -> None:
         """Copy the sinks and the window of one layer, keys and values stacked."""
@@ -84,7 +80,7 @@ class PrefixBuild:
         if sinks.shape[3]:
             stretches.append(ExactStretch(first, 0, sinks))
         if span.tokens:
-            stretches.append(coded_stretch(span, span.start, self._blocks[row], shape, rope))
+            stretches.append(coded_stretch(span, span.start, self._parts[row], shape, rope))
         if window.shape[3]:
             stretches.append(ExactStretch(span.stop, span.stop - first, window))
         return CompressedRow(first, tuple(stretches))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kvslim.caching.block import Block
 from kvslim.caching.layer import CompressedLayer
-from kvslim.caching.prefix import CodedStretch, PlacedBlock
+from kvslim.caching.prefix import CodedStretch, PlacedBlock, Prefix
 from kvslim.caching.report import CellReport
 from kvslim.errors import CacheStateError
 from kvslim.kernels.unrotate import unrotate
@@ -58,50 +59,111 @@ def gather(layers: Sequence[CompressedLayer], cell: Cell) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def take_off(x: Tensor, cell: Cell, rope: Rope | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The cell as it is coded: keys un-rotated, in ``dtype``, if there is a ``rope``; else as they are.
+def take_off(x: Tensor, cell: Cell, rope: Rope | None, *, fits_half: bool = False) -> Tensor:
+    """The cell as it is coded: keys un-rotated if there is a ``rope``; else as they are.
 
     The rotation goes by a key's place in its row. Places and true positions differ by a constant per row, which turns
-    all keys of a head alike and changes no spectrum; and what is taken off here is put back exactly.
+    all keys of a head alike and changes no spectrum; and what is taken off here is put back exactly. The result is
+    float32; on a GPU keys of a half-precision model come in float16, whose 11 bits outlast their own 8 or 11, if their
+    magnitudes fit (``fits_half``).
     """
     if cell.kind == 1 or rope is None:
         return x
-    inv_freq = rope.inv_freq.to(x.device)
-    return unrotate(x, inv_freq, rope.rotary_dim, cell.span.place, inverse=True, out_dtype=dtype)
+    half = fits_half and x.is_cuda and x.dtype != torch.float32
+    dtype = torch.float16 if half else torch.float32
+    return unrotate(x, rope.inv_freq.to(x.device), rope.rotary_dim, cell.span.place, inverse=True, out_dtype=dtype)
 
 
-def measure(cell: Cell, x: Tensor, block: Block, words: str, model_layers: Sequence[int]) -> CellReport:
-    """Bytes and error of a block against the cell ``x`` in the form that was coded."""
-    energy = lost = 0.0
-    heads = x.shape[0] // len(cell.layers)
+@dataclass(frozen=True)
+class Coded:
+    """One cell after encoding.
+
+    Attributes:
+        cell: what was encoded.
+        block: the result.
+        words: the plan in words.
+        energy: ``‖X‖²``, a number or a scalar tensor that is still being computed.
+        lost: ``‖X - X̂‖²``, likewise.
+    """
+
+    cell: Cell
+    block: Block
+    words: str
+    energy: Tensor | float
+    lost: Tensor | float
+
+
+def measured(cell: Cell, x: Tensor, block: Block, words: str) -> Coded:
+    """Measure a block against the tensor ``x`` that it codes, by decoding it."""
+    heads, lost = x.shape[0] // len(cell.layers), x.new_zeros((), dtype=torch.float64)
     for place in range(len(cell.layers)):
-        part = x[place * heads : (place + 1) * heads]
-        energy += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
-        if not block.exact:
-            lost += float(torch.linalg.vector_norm(block.decode(place) - part, dtype=torch.float64)) ** 2
-    return CellReport(
-        row=cell.span.row,
-        layers=tuple(model_layers[slot] for slot in cell.layers),
-        kind=KINDS[cell.kind],
-        plan=words,
-        nbytes=block.nbytes,
-        error=(lost / energy) ** 0.5 if energy else 0.0,
-        energy=energy,
-        start=cell.span.place,
-    )
+        gap = block.decode(place) - x[place * heads : (place + 1) * heads]
+        lost += torch.linalg.vector_norm(gap, dtype=torch.float64) ** 2
+    return Coded(cell, block, words, torch.linalg.vector_norm(x, dtype=torch.float64) ** 2, lost)
 
 
-def coded_stretch(
-    span: Span, column: int, encoded: Sequence[tuple[Cell, Block]], shape: KVShape, rope: Rope | None
-) -> CodedStretch:
+def reports_of(coded: Sequence[Coded], model_layers: Sequence[int]) -> list[CellReport]:
+    """Bytes and errors of encoded cells; waits for the device once."""
+    pairs = [torch.as_tensor(value, dtype=torch.float64).cpu() if isinstance(value, float) else value.double()
+             for one in coded for value in (one.energy, one.lost)]  # fmt: skip
+    device = next((pair.device for pair in pairs if pair.is_cuda), torch.device("cpu"))
+    numbers = torch.stack([pair.to(device) for pair in pairs]).tolist() if pairs else []
+    reports = []
+    for one, energy, lost in zip(coded, numbers[::2], numbers[1::2], strict=True):
+        report = CellReport(
+            row=one.cell.span.row,
+            layers=tuple(model_layers[slot] for slot in one.cell.layers),
+            kind=KINDS[one.cell.kind],
+            plan=one.words,
+            nbytes=one.block.nbytes,
+            error=(max(0.0, lost) / energy) ** 0.5 if energy else 0.0,
+            energy=energy,
+            start=one.cell.span.place,
+        )
+        reports.append(report)
+    return reports
+
+
+def coded_stretch(span: Span, column: int, coded: Sequence[Coded], shape: KVShape, rope: Rope | None) -> CodedStretch:
     """Put the blocks of all layers of one span together; ``column`` is its first batch column."""
     placed = {
-        (slot, cell.kind): PlacedBlock(block, place)
-        for cell, block in encoded
-        for place, slot in enumerate(cell.layers)
+        (slot, one.cell.kind): PlacedBlock(one.block, place)
+        for one in coded
+        for place, slot in enumerate(one.cell.layers)
     }
     keys, values = (tuple(placed[slot, kind] for slot in range(shape.layers)) for kind in range(2))
     return CodedStretch(column, span.place, keys, values, rope)
+
+
+def reports_after_crop(
+    reports: Sequence[CellReport], prefix: Prefix | None, model_layers: Sequence[int]
+) -> list[CellReport]:
+    """The reports of what a crop has left; bytes are measured again, errors are those found when it was coded."""
+    kept = []
+    for report in reports:
+        if (stretch := coded_at(prefix, report.row, report.start)) is not None:
+            blocks = (stretch.keys, stretch.values)[KINDS.index(report.kind)]
+            block = blocks[model_layers.index(report.layers[0])].block
+            kept.append(dataclasses.replace(report, nbytes=block.nbytes))
+    return kept
+
+
+def reports_after_select(reports: Sequence[CellReport], before: Prefix, after: Prefix) -> list[CellReport]:
+    """The reports of the stretches that are still there, each under the first row that holds it."""
+    rows = {id(part): index for index, row in reversed([*enumerate(after.rows)]) for part in row.stretches}
+    stretches = [coded_at(before, report.row, report.start) for report in reports]
+    return [
+        dataclasses.replace(report, row=rows[id(stretch)])
+        for report, stretch in zip(reports, stretches, strict=True)
+        if id(stretch) in rows
+    ]
+
+
+def coded_at(prefix: Prefix | None, row: int, place: int) -> CodedStretch | None:
+    """The compressed stretch of batch row ``row`` that begins after ``place`` tokens, if there is one."""
+    stretches = prefix.rows[row].stretches if prefix is not None else ()
+    found = [part for part in stretches if isinstance(part, CodedStretch) and part.place == place]
+    return found[0] if found else None
 
 
 def row_extents(mask: Tensor | None, batch: int, columns: int) -> list[tuple[int, int]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvslim.caching.block import storage_bytes
+from kvslim.caching.cells import reports_after_crop, reports_after_select
 from kvslim.caching.compressing import UNTOUCHED, CompressingCache
 from kvslim.caching.report import CacheReport
 from kvslim.errors import CacheStateError
@@ -44,6 +45,7 @@ class CompressedCache(CompressingCache):
         if self.prefix is not None and remove > tail:
             kept = self.prefix.columns - (remove - tail)
             self._share(self.prefix.crop(kept) if kept > 0 else None)
+            self.cells = reports_after_crop(self.cells, self.prefix, self._model_layers())
         if remove == length:
             self._start_anew()
 
@@ -85,7 +87,9 @@ class CompressedCache(CompressingCache):
             mask = self.attention_mask.repeat_interleave(rows // self.attention_mask.shape[0], dim=0)
             self.attention_mask = mask[indices]
         if self.prefix is not None:
-            self._share(self.prefix.select(indices))
+            selected = self.prefix.select(indices)
+            self.cells = reports_after_select(self.cells, self.prefix, selected)
+            self._share(selected)
 
     # ---- places --------------------------------------------------------------------------------------------------
 
@@ -147,5 +151,5 @@ class CompressedCache(CompressingCache):
             tail_tokens=self.tail_tokens,
             tail_nbytes=self.tail_nbytes,
             note=self.note,
-            cells=tuple(self.cells),
+            cells=tuple(sorted(self.cells, key=lambda cell: (cell.row, cell.start, cell.layers, cell.kind))),
         )

@@ -8,6 +8,7 @@ them to be sealed as another stretch.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -16,15 +17,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
-from kvslim.caching.block import Block
-from kvslim.caching.build import Encoded, PrefixBuild
-from kvslim.caching.cells import Cell, Span, coded_stretch, gather, measure, row_extents
+from kvslim.caching.build import PrefixBuild
+from kvslim.caching.cells import Cell, Coded, Span, coded_stretch, gather, reports_of, row_extents
+from kvslim.caching.handles import Reader
 from kvslim.caching.layer import CompressedLayer
 from kvslim.caching.prefix import Prefix
 from kvslim.caching.report import CellReport
 from kvslim.errors import BudgetError, CacheStateError, ConfigError, NonFiniteError
 from kvslim.types import KVShape, Rope
 
+_HALF_RANGE = 3e4
 UNTOUCHED = "nothing compressed yet: the prefill is still exact"
 VERIFIED_AT_ONCE = 32
 """Candidate tokens of assisted decoding and prompt lookup stay below this; so many recent tokens are never sealed."""
@@ -74,6 +76,7 @@ class CompressingCache(Cache):
         self.note = UNTOUCHED
         self._decoding = self._rolled_back = False
         self._arriving: PrefixBuild | None = None
+        self._fits_half = False  # whether what was last looked at is far inside the range of float16
 
     # ---- what subclasses provide -------------------------------------------------------------------------------
 
@@ -90,8 +93,8 @@ class CompressingCache(Cache):
         raise NotImplementedError
 
     @abstractmethod
-    def _encode_cell(self, cell: Cell, raw: Tensor, plan: Any) -> tuple[Block, Tensor, str]:
-        """Carry a plan out: the block, the tensor that it codes, and the plan in words."""
+    def _encode_cell(self, cell: Cell, raw: Tensor, plan: Any) -> Coded:
+        """Carry a plan out on the cell ``raw`` as the model made it."""
 
     def _groups(self) -> list[tuple[int, ...]]:
         """Slots of the layers that are coded together."""
@@ -119,6 +122,11 @@ class CompressingCache(Cache):
         """Exact tokens behind the prefix."""
         first = self.compressible[0]
         return int(first.keys.shape[-2]) if first.is_initialized else 0
+
+    def read_by(self, config: Any) -> None:
+        """Say whose attention reads this cache: the live configuration of the model's decoder."""
+        for layer in self.compressible:
+            layer.reader = Reader(config)
 
     def _model_layers(self) -> list[int]:
         return [index for index, layer in enumerate(self.layers) if isinstance(layer, CompressedLayer)]
@@ -200,20 +208,16 @@ class CompressingCache(Cache):
     def _build_group(self, build: PrefixBuild, group: tuple[int, ...], plans: dict[Cell, Hashable]) -> None:
         """Code one layer group of all rows and drop its dense tensors."""
         for cell in build.cells(group):
-            build.add(cell, *self._encoded(cell, plans[cell]))
+            build.add(self._encode_cell(cell, gather(self.compressible, cell), plans[cell]))
         for slot in group:
             build.keep_exact(self.compressible[slot])
             self.compressible[slot].clear_tail()
 
-    def _encoded(self, cell: Cell, plan: Any) -> tuple[Block, CellReport]:
-        raw = gather(self.compressible, cell)
-        block, coded, words = self._encode_cell(cell, raw, plan)
-        return block, measure(cell, coded, block, words, self._model_layers())
-
     def _finish(self, build: PrefixBuild) -> None:
         first = self.compressible[0]
         rows = build.rows(self.shape, self.rope)
-        self.cells, self.attention_mask, self._decoding, self._arriving = build.reports, None, True, None
+        self.cells = reports_of(build.coded, self._model_layers())
+        self.attention_mask, self._decoding, self._arriving = None, True, None
         self._share(Prefix(rows, build.columns, first.keys[0, :, :0].clone()))
         self._trim_sliding()
 
@@ -274,15 +278,14 @@ class CompressingCache(Cache):
         groups = self._groups()
         cells = [Cell(span, group, kind) for group in groups for span in spans.values() for kind in range(2)]
         plans = self._plan_seal(cells)
-        blocks: dict[int, list[Encoded]] = {row: [] for row in spans}
+        coded: dict[int, list[Coded]] = {row: [] for row in spans}
         for cell in cells:
-            block, report = self._encoded(cell, plans[cell])
-            blocks[cell.span.row].append((cell, block))
-            self.cells.append(report)
+            coded[cell.span.row].append(self._encode_cell(cell, gather(layers, cell), plans[cell]))
         rows = {
-            row: prefix.rows[row].append(coded_stretch(span, prefix.columns, blocks[row], self.shape, self.rope))
+            row: prefix.rows[row].append(coded_stretch(span, prefix.columns, coded[row], self.shape, self.rope))
             for row, span in spans.items()
         }
+        self.cells += reports_of([one for row in coded.values() for one in row], self._model_layers())
         for layer in layers:
             layer.clear_tail(tokens)
         self._share(Prefix(tuple(rows[first] for first in twins), prefix.columns + tokens, prefix.like))
@@ -335,12 +338,20 @@ class CompressingCache(Cache):
         return lengths.pop()
 
     def _check_finite(self, layers: list[CompressedLayer], extents: list[tuple[int, int]]) -> None:
-        numbers = self._model_layers()
-        for layer in layers:
-            for name, dense in (("keys", layer.keys), ("values", layer.values)):
-                for row, (start, end) in enumerate(extents):
-                    if not torch.isfinite(dense[row, :, start:end]).all():
-                        raise NonFiniteError(
-                            f"The {name} of layer {numbers[layer.slot]}, batch row {row}, hold NaN or Inf. Check the "
-                            "model's dtype and input; nothing was compressed."
-                        )
+        """Least and largest of everything, which NaN and Inf pass through; the device is waited for once."""
+        places = [
+            (layer, name, row)
+            for layer in layers
+            for name in ("keys", "values")
+            for row in range(len(extents))
+            if extents[row][1] > extents[row][0]
+        ]
+        bounds = [torch.aminmax(getattr(layer, name)[row, :, slice(*extents[row])]) for layer, name, row in places]
+        found = torch.stack([torch.stack(pair) for pair in bounds]).double().tolist()
+        self._fits_half = all(abs(bound) < _HALF_RANGE for pair in found for bound in pair)
+        for (layer, name, row), pair in zip(places, found, strict=True):
+            if not all(map(math.isfinite, pair)):
+                raise NonFiniteError(
+                    f"The {name} of layer {self._model_layers()[layer.slot]}, batch row {row}, hold NaN or Inf. Check "
+                    "the model's dtype and input; nothing was compressed."
+                )

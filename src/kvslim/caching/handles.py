@@ -2,13 +2,14 @@
 
 A :class:`Handle` is a tensor by shape, dtype and device. Attention that knows it
 (:mod:`kvslim.attending.handle_attention`) works on the :class:`LayerView` behind it and never rebuilds the whole.
-Anything else that touches its numbers gets the dense tensor, so every attention implementation works unchanged.
+Handles are given to models whose attention implementation is ``kvslim`` (:class:`Reader`); should one reach anything
+else, whatever touches its numbers gets the dense tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +18,28 @@ from torch.utils._pytree import tree_map_only
 from kvslim.caching.prefix import Prefix
 
 KEYS, VALUES = 0, 1
+HANDLE_ATTENTION = "kvslim"
+"""Name of the attention implementation that reads handles."""
+
+
+class Reader:
+    """The model that attends to a cache. It is asked at each step: its attention implementation may change between.
+
+    Args:
+        config: the live configuration of the model's decoder.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    @property
+    def reads_handles(self) -> bool:
+        """Whether the attention implementation is ``kvslim``."""
+        return bool(self._config._attn_implementation == HANDLE_ATTENTION)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The copy of a cache serves the same model, and follows it."""
+        return self
 
 
 class LayerView:
@@ -51,6 +74,7 @@ class LayerView:
             self._dense = self.rebuild()
         return self._dense
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # tracing it would take minutes and gain nothing
     def rebuild(self) -> tuple[Tensor, Tensor]:
         """Keys and values rebuilt, each of :attr:`shape`; nothing is kept."""
         pair = self.prefix.dense(self.slot, extra=self.tail[KEYS].shape[-2])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvslim.caching.handles import LayerView
+from kvslim.caching.handles import LayerView, Reader
 from kvslim.caching.prefix import Prefix
 
 
@@ -23,6 +23,8 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.slot = slot
         self.prefix: Prefix | None = None
+        self.reader: Reader | None = None
+        """Who attends to this layer, if known; decides whether :meth:`update` gives handles or dense tensors."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -33,14 +35,15 @@ class CompressedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append to the tail; return keys and values of everything cached.
 
-        Behind a prefix these are handles: plain tensors for whoever computes with them, decoded then and dropped
-        with them. Under ``torch.compile``, which cannot trace handles, they are dense at once.
+        Behind a prefix these are handles for attention that reads them, and for everything else dense tensors,
+        rebuilt for this call only. A compiled model gets dense tensors: it cannot trace handles.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = torch.cat((self.keys, key_states), dim=-2)
         self.values = torch.cat((self.values, value_states), dim=-2)
-        if self.prefix is None or torch.compiler.is_compiling():
+        handles = self.reader is None or self.reader.reads_handles
+        if self.prefix is None or not handles or torch.compiler.is_compiling():
             return self.dense()
         return LayerView(self.prefix, self.slot, (self.keys, self.values)).handles()
 
@@ -48,7 +51,8 @@ class CompressedLayer(CacheLayerMixin):
         """All cached keys and values, rebuilt: ``(batch, kv_heads, seq_length, head_dim)`` each."""
         if self.prefix is None:
             return self.keys, self.values
-        return LayerView(self.prefix, self.slot, (self.keys, self.values)).rebuild()
+        dense: tuple[Tensor, Tensor] = LayerView(self.prefix, self.slot, (self.keys, self.values)).rebuild()
+        return dense
 
     def clear_tail(self, tokens: int | None = None) -> None:
         """Drop the oldest ``tokens`` tokens of the tail, all by default."""

@@ -186,13 +186,15 @@ class CompressedRow:
     def append(self, stretch: Stretch) -> Self:
         return dataclasses.replace(self, stretches=(*self.stretches, stretch))
 
-    def crop(self, columns: int) -> Self:
-        """Keep what lies before batch column ``columns``."""
+    def crop(self, columns: int, made: dict[int, Stretch]) -> Self:
+        """Keep what lies before batch column ``columns``; ``made`` collects what was cropped, by the id it had."""
         kept: list[Stretch] = []
         for stretch in self.stretches:
             tokens = min(stretch.tokens, columns - stretch.column)
             if tokens > 0:
-                kept.append(stretch if tokens == stretch.tokens else stretch.crop(tokens))
+                if id(stretch) not in made:
+                    made[id(stretch)] = stretch if tokens == stretch.tokens else stretch.crop(tokens)
+                kept.append(made[id(stretch)])
         return dataclasses.replace(self, stretches=tuple(kept))
 
 
@@ -231,7 +233,8 @@ class Prefix:
         return list(found.values())
 
     def crop(self, columns: int) -> Prefix:
-        cropped = {id(row): row.crop(columns) for row in self.rows}
+        made: dict[int, Stretch] = {}  # diverged beams share their first stretches, and still do afterwards
+        cropped = {id(row): row.crop(columns, made) for row in self.rows}
         rows = tuple(cropped[id(row)] for row in self.rows)
         return dataclasses.replace(self, rows=rows, columns=min(columns, self.columns))
 

@@ -9,13 +9,17 @@ from typing import Any
 
 
 def header_bytes(cells: int) -> int:
-    """Bytes that a budget sets aside for describing ``cells`` cells in a file: layout, plan and checksum."""
-    return 2048 + stretch_header_bytes(cells)
+    """Bytes that a budget sets aside for describing a row of ``cells`` cells in a file.
+
+    The description of the whole file is up to 2 kB of settings, model and hashes. A cell has its record of 38 bytes,
+    and may have a weight and half a share of the price, 12 bytes.
+    """
+    return 2048 + 50 * cells
 
 
 def stretch_header_bytes(cells: int) -> int:
-    """The same for one more stretch of ``cells`` cells behind a compressed prefix."""
-    return 64 + 48 * cells
+    """The same for one more stretch of ``cells`` cells behind a compressed prefix: where it is, and the records."""
+    return 32 + 38 * cells
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ _FACTOR_BYTES = 2
 # The norm of a cell in units of the gain is between 2**14 and 2**15, which bounds token factors and residual scales. A
 # residual of 2**-11 of the norm, spread evenly over 2**28 entries, still has scales in float16's normal range.
 _HEADROOM = 15
+_WIDEST_GAIN = 120  # gains are powers of two that float32 holds, and their inverses too
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,14 @@ def _coordinates(stored: RotatedCodes) -> tuple[Tensor, Tensor, Tensor]:
     return rows, stored.scales.to(torch.float32), rotation(stored.size, stored.seed, rows.device)
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A block and what it lost of the tensor that it codes: ``‖X - X̂‖²``, a scalar tensor on the block's device."""
+
+    block: TuckerResidual
+    lost: Tensor
+
+
 def encode_cell(
     x: Tensor,
     plan: CellPlan,
@@ -184,34 +193,41 @@ def encode_cell(
     seed: int,
     spectra: Hosvd | None = None,
     slab: Tensor | None = None,
-) -> TuckerResidual:
+    missed: float | None = None,
+) -> Encoded:
     """Compress ``x`` of shape ``(layers · kv_heads, T, d)``, finite.
 
     The residual is taken against the *rounded* factors, so it also repairs their rounding. ``slab`` ``(m, r_m)`` with
-    orthonormal columns truncates the first mode too; ``spectra`` are then those of the truncated tensor.
+    orthonormal columns truncates the first mode too; ``spectra`` are then those of the truncated tensor. ``missed`` is
+    the share of the energy outside the basis, if it is known. Nothing waits for the device if it is, with ``spectra``.
     """
     factors: TuckerFactors | None = None
     if plan.token_rank:
         kept = x if slab is None else torch.einsum("mtd,mk->ktd", x.to(torch.float32), slab)
         factors = truncate(kept, plan.token_rank, plan.feature_rank, spectra)
         factors = factors if slab is None else dataclasses.replace(factors, slab=slab)
-    energy = None if spectra is None else spectra.energy
-    return _finish(x, factors, plan.bits, energy, kv_heads=kv_heads, levels=levels, seed=seed)
+    energy = _energy(x) if spectra is None else spectra.energy
+    if factors is not None and missed is None:
+        missed = max(0.0, 1 - _energy(factors.token) / energy) if energy else 0.0
+    return _finish(x, factors, plan.bits, energy, missed, kv_heads=kv_heads, levels=levels, seed=seed)
 
 
 def encode_on(
-    x: Tensor, basis: TuckerFactors, plan: CellPlan, *, kv_heads: int, levels: LevelKind, seed: int
-) -> TuckerResidual:
+    x: Tensor, basis: TuckerFactors, plan: CellPlan, missed: float, *, kv_heads: int, levels: LevelKind, seed: int
+) -> Encoded:
     """Compress later tokens ``x`` by projection on the first ``plan.token_rank`` directions of an earlier basis.
 
-    The new block shares the basis tensors; only its token factors and its residual are new.
+    The new block shares the basis tensors; only its token factors and its residual are new. ``missed`` is the share of
+    the energy of ``x`` outside these directions.
     """
-    if not plan.token_rank:
-        return _finish(x, None, plan.bits, None, kv_heads=kv_heads, levels=levels, seed=seed)
     core = basis.core[:, : plan.token_rank]
     factors = dataclasses.replace(basis, core=core, token=project(x, basis)[:, : plan.token_rank])
-    made = _finish(x, factors, plan.bits, None, kv_heads=kv_heads, levels=levels, seed=seed)
-    return dataclasses.replace(made, inherited=True)
+    made = _finish(x, factors, plan.bits, _energy(x), missed, kv_heads=kv_heads, levels=levels, seed=seed)
+    return Encoded(dataclasses.replace(made.block, inherited=True), made.lost)
+
+
+def _energy(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def project(x: Tensor, basis: TuckerFactors) -> Tensor:
@@ -224,31 +240,50 @@ def project(x: Tensor, basis: TuckerFactors) -> Tensor:
     return torch.einsum("mtd,mrd->tr", wide, basis.core.to(torch.float32))
 
 
+def directions(basis: TuckerFactors) -> Tensor:
+    """The token directions of a basis over all slabs and features: ``(m d, r)`` float32, nearly orthonormal."""
+    core = basis.core.to(torch.float32)
+    if basis.slab is not None:
+        core = torch.einsum("mk,krd->mrd", basis.slab.to(torch.float32), core)
+    if basis.feature is not None:
+        core = core @ basis.feature.to(torch.float32).T
+    return core.transpose(1, 2).flatten(0, 1)
+
+
 def projected_tail(x: Tensor, basis: TuckerFactors) -> Tensor:
     """Share of the energy of ``x`` outside the first 0, 1, … directions of a basis: ``(r + 1,)`` float64."""
-    energy = float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+    energy = _energy(x)
     caught = project(x, basis).double().square().sum(0).cumsum(0)
     zero = caught.new_zeros(1)
     return (1 - torch.cat((zero, caught)) / energy).clamp_min(0) if energy else torch.cat((zero, 0 * caught))
 
 
 def _finish(
-    x: Tensor, factors: TuckerFactors | None, bits: int, energy: float | None, *, kv_heads: int, levels: LevelKind,
-    seed: int,
-) -> TuckerResidual:  # fmt: skip
+    x: Tensor, factors: TuckerFactors | None, bits: int, energy: float, missed: float | None, *, kv_heads: int,
+    levels: LevelKind, seed: int,
+) -> Encoded:  # fmt: skip
     """Round the factors and code what they leave. ``factors.token`` is in units of ``x``."""
-    if energy is None:
-        energy = float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
-    gain = 2.0 ** (math.ceil(math.log2(energy) / 2) - _HEADROOM) if energy > 0 else 1.0
-    missed, backbone = 1.0, None
+    power = math.ceil(math.log2(energy) / 2) - _HEADROOM if energy > 0 else 0
+    gain = 2.0 ** max(-_WIDEST_GAIN, min(power, _WIDEST_GAIN))
+    backbone = None
     if factors is not None:
-        missed = max(0.0, 1 - float(factors.token.double().square().sum()) / energy) if energy else 0.0
+        # Row-major always: a cache read from disk then decodes bit for bit as the one that was written. What is in
+        # half precision already is an earlier block's, and stays shared.
         factors = map_tensors(
-            dataclasses.replace(factors, token=factors.token / gain), lambda part: part.to(torch.float16)
+            dataclasses.replace(factors, token=factors.token / gain),
+            lambda part: (
+                part if part.dtype == torch.float16 else part.to(torch.float16, memory_format=torch.contiguous_format)
+            ),
         )
         backbone = factors.reconstruct()
     residual = None
     if bits:
-        codes, scales = residual_encode(x, backbone, gain, bits, levels, seed)
+        lost = torch.empty(x.shape[:2], dtype=torch.float32, device=x.device)
+        codes, scales = residual_encode(x, backbone, gain, bits, levels, seed, lost)
         residual = RotatedCodes(codes, scales, bits, x.shape[2], levels, seed)
-    return TuckerResidual(factors, residual, gain, kv_heads, (x.shape[0], x.shape[1], x.shape[2]), missed)
+    else:
+        rest = x.to(torch.float32) / gain
+        lost = torch.linalg.vector_norm(rest if backbone is None else rest.sub_(backbone), dim=-1).square_()
+    missed = 1.0 if factors is None else missed or 0.0
+    block = TuckerResidual(factors, residual, gain, kv_heads, (x.shape[0], x.shape[1], x.shape[2]), missed)
+    return Encoded(block, lost.sum(dtype=torch.float64) * gain**2)

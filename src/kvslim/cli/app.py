@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvslim.cli import compressing, evaluating, generating, needle
+from kvslim.cli import compressing, evaluating, generating, needle, sessions
 from kvslim.cli.common import CleanErrors
 
 app = typer.Typer(
@@ -62,6 +62,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 
 for _name, _command in _COMMANDS.items():
     app.command(_name, epilog="\n\n".join(("Examples:", *_EXAMPLES[_name])))(_command)
+
+app.add_typer(sessions.app, name="cache", help="Keep the cache of a conversation in a file, and go on from it.")
 
 
 def main() -> None:

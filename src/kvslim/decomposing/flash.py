@@ -47,7 +47,7 @@ _FULL_FROM = 0.75  # share of all directions from which on a Gram matrix is deco
 _COLD_STEPS = {"gram": 3, "randomized": 1}
 _WARM_STEPS = {"gram": 2, "randomized": 1}
 # Directions iterated beyond the cap, as a share of it. A step on A itself is dear beside a wider basis.
-_OVERSAMPLING = {"gram": 1 / 8, "randomized": 1 / 4}
+_OVERSAMPLING = {"gram": 1 / 8, "randomized": 3 / 16}
 _SKETCH_ROWS = 4  # rows per direction of the sketch in which the randomized route takes its first step
 
 
@@ -193,10 +193,11 @@ class _Measured:
 
 
 def _measure(x: Tensor, start: Tensor | None) -> _Measured:
-    unfolded = unfold(x)
+    slabs, tokens, features = x.shape
     energy = _energy(x)
-    if unfolded.shape[1] <= unfolded.shape[0]:
-        return _Measured(subspace.gram(unfolded), energy, start, None)
+    if slabs * features <= tokens:
+        return _Measured(subspace.token_gram(x), energy, start, None)
+    unfolded = unfold(x)
     return _Measured(subspace.gram(unfolded.T), energy, start, unfolded)
 
 
@@ -212,16 +213,16 @@ def _from_grams(batch: list[_Measured], settings: _Settings) -> list[Hosvd]:
         blocks = grams.unflatten(2, (slabs, features)).unflatten(1, (slabs, features))
         feature_grams = blocks.diagonal(dim1=1, dim2=3).sum(-1)
         vectors, values = _leading(grams, starts, settings)
+        # Sums on tensor cores come out a little low, all alike: energies count in relation to the matrix's own trace.
+        mass = grams.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
+        values = values * torch.where(mass > 0, energies / mass, 0.0)[:, None]
     else:
         cells = torch.stack(kept)
-        feature_grams = torch.stack([subspace.gram(a.reshape(-1, features)) for a in cells])
+        feature_grams = torch.stack([subspace.gram(a.view(-1, features)) for a in cells])
         starts = [None if v is None else subspace.product(a, v.float()) for a, v in zip(cells, starts, strict=True)]
         token_basis, _ = _leading(grams, starts, settings)
         vectors, values = _right_vectors(cells, token_basis, settings)
-    # Sums on tensor cores come out a little low, all alike: what is captured counts in relation to the matrix's trace.
-    mass = grams.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=torch.float64)
-    scale = torch.where(mass > 0, energies / mass, 0.0)
-    return _assembled(vectors, values * scale[:, None], energies, feature_grams, settings)
+    return _assembled(vectors, values, energies, feature_grams, settings)
 
 
 def _leading(grams: Tensor, starts: list[Tensor | None], settings: _Settings) -> tuple[Tensor, Tensor]:
@@ -231,7 +232,11 @@ def _leading(grams: Tensor, starts: list[Tensor | None], settings: _Settings) ->
         values, vectors = torch.linalg.eigh(grams.double())
         return vectors.flip(-1)[..., :cap].float(), values.flip(-1)[..., :cap].clamp_min(0)
     operator = subspace.GramOperator(grams)
-    basis = _iterated(operator, lambda: subspace.sketch(grams, settings.width, settings.seed), starts, settings)
+
+    def draw() -> Tensor:
+        return subspace.sketch(grams.split(settings.width, dim=1), settings.width, settings.seed)
+
+    basis = _iterated(operator, draw, starts, settings)
     rotation, values = subspace.nested_eigenvectors(basis.mT @ operator.precise(basis), _RITZ_STEPS)
     return basis @ rotation[..., :cap].float(), values[..., :cap]
 
@@ -250,24 +255,20 @@ def _right_vectors(cells: Tensor, token_basis: Tensor, settings: _Settings) -> t
 
 def _randomized(x: Tensor, start: Tensor | None, settings: _Settings) -> Hosvd:
     """The range of ``Aᵀ`` by power iterations on ``A``; the small SVD is that of ``A Q``, by its Gram matrix."""
-    unfolded = unfold(x)[None]
-    unfolded = unfolded if subspace.on_gpu(x) else unfolded.float()
+    operator, width, cap = subspace.TokenOperator(x), settings.width, settings.cap
 
     def draw() -> Tensor:
         """The first step, taken on a sketch of ``A`` with a few rows per direction."""
-        small = subspace.sketch(unfolded, _SKETCH_ROWS * settings.width, settings.seed).mT
-        y = subspace.sketch(small, settings.width, settings.seed + 1)
+        small = operator.sketch(_SKETCH_ROWS * width, settings.seed).mT
+        y = subspace.sketch(small.split(width, dim=1), width, settings.seed + 1)
         return small.mT @ (small @ subspace.orthonormalize(y, settings.fill(y), rough=True))
 
-    def power(basis: Tensor) -> Tensor:
-        return subspace.product(unfolded.mT, subspace.product(unfolded, basis))
-
-    basis = _iterated(power, draw, [start], settings)
-    seen = subspace.product(unfolded, basis)[0]
-    rotation, values = subspace.nested_eigenvectors(subspace.gram(seen)[None], _RITZ_STEPS)
-    vectors, values = basis @ rotation[..., : settings.cap].float(), values[:, : settings.cap]
-    feature_grams = subspace.gram(unfolded.reshape(-1, settings.features))[None]
-    return _assembled(vectors, values, _energy(x)[None], feature_grams, settings)[0]
+    energy = _energy(x)
+    basis = _iterated(operator, draw, [start], settings)
+    rotation, values = subspace.nested_eigenvectors(operator.ritz(basis), _RITZ_STEPS)
+    vectors = basis @ rotation[..., :cap].float()
+    feature_grams = subspace.feature_gram(x)[None]
+    return _assembled(vectors, values[:, :cap], energy[None], feature_grams, settings)[0]
 
 
 # ---- both ------------------------------------------------------------------------------------------------------------
@@ -307,8 +308,9 @@ def _assembled(
 
 
 def _energy(x: Tensor) -> Tensor:
-    """Squared norm as a float64 scalar on the device of ``x``: float32 within a token's features, float64 over them."""
-    energy: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).double().square().sum()
+    """Squared norm as a float64 scalar on the device of ``x``; on a GPU float32 within a token's features."""
+    within = torch.float32 if subspace.on_gpu(x) else torch.float64
+    energy: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=within).double().square().sum()
     if not subspace.on_gpu(x) and not torch.isfinite(energy):
         raise NonFiniteError("A cell holds NaN or Inf.")  # LAPACK would say so in other words
     return energy

@@ -11,6 +11,8 @@ triangular factor never mixes a column into an earlier one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ _HALF_RANGE = 4096.0  # the largest entry of a Gram matrix scaled to float16: wh
 _SYMMETRIC_FROM = 256  # order from which on a Gram matrix is made in blocks of an eighth of its columns, within limits
 _LEAST_PANEL, _PANEL = 128, 512
 _SQUARE = 0.75  # columns per row from which on random vectors no longer complete a basis well
-_ROWS = 1024  # rows that a CPU multiplies at a time, so that they stay in its cache
+_ROWS, _TALL_ROWS = 1024, 2048  # rows that a CPU multiplies at a time, with themselves and with a narrow matrix
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -42,39 +44,98 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     scale = b.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)  # float16 has no range to spare
     b = b / scale
     high = b.to(a.dtype)
-    return (_half_product(a, high) + _half_product(a, (b - high).to(a.dtype))) * scale
+    return (half_product(a, high) + half_product(a, (b - high).to(a.dtype))) * scale
 
 
-def _half_product(a: Tensor, b: Tensor) -> Tensor:
+def half_product(a: Tensor, b: Tensor) -> Tensor:
     """Product of half-precision CUDA tensors with float32 accumulation and result."""
     multiply = torch.mm if a.dim() == 2 else torch.bmm
     result: Tensor = multiply(a, b, out_dtype=torch.float32)
     return result
 
 
-def gram(a: Tensor) -> Tensor:
-    """``aᵀ a`` of ``(rows, n)`` float32, bfloat16 or float16: ``(n, n)`` float32, symmetric to rounding.
+def pieces(cell: Tensor, rows: int) -> Iterator[Tensor]:
+    """Consecutive rows of the token unfolding of ``cell`` ``(m, T, d)``: ``(rows, m d)`` each, the last may be shorter.
 
-    Only the blocks on and above the diagonal are multiplied: from ``n = 1024`` on, that is 56 % of ``2 rows n²``
-    operations. Products of half-precision numbers are exact in float32. On a CPU they are taken in float32, piece by
-    piece, as its half-precision products would round the result to half precision too.
+    On a CPU float32, so that neither the unfolding nor its float32 copy is ever held as a whole; on a GPU in the dtype
+    of ``cell``.
     """
-    n = a.shape[1]
-    half = on_gpu(a) and a.dtype != torch.float32
+    tokens = cell.transpose(0, 1)
+    for first in range(0, len(tokens), rows):
+        part = tokens[first : first + rows].flatten(1)
+        yield part if on_gpu(part) else part.to(torch.float32)
+
+
+def token_gram(cell: Tensor) -> Tensor:
+    """``Aᵀ A`` ``(m d, m d)`` float32 of the token unfolding ``A`` of ``cell`` ``(m, T, d)``, symmetric to rounding.
+
+    Of ``cell`` float32, bfloat16 or float16. Only the blocks on and above the diagonal are multiplied: from ``m d =
+    1024`` on, that is 56 % of ``2 T (m d)²`` operations. Products of half-precision numbers are exact in float32. On a
+    CPU they are taken in float32, piece by piece, as its half-precision products would round the result to half
+    precision too.
+    """
+    rows = cell.shape[1] if on_gpu(cell) else _ROWS
+    return _summed_grams(pieces(cell, rows), cell.shape[0] * cell.shape[2], cell)
+
+
+def gram(a: Tensor) -> Tensor:
+    """``aᵀ a`` of a matrix ``(rows, n)``: ``(n, n)`` float32; as :func:`token_gram`."""
+    return token_gram(a[None])
+
+
+def feature_gram(cell: Tensor) -> Tensor:
+    """``Σ x xᵀ`` ``(d, d)`` float32 over all heads and tokens of ``cell`` ``(m, T, d)``; as :func:`token_gram`."""
+    parts = [cell.flatten(0, 1)] if on_gpu(cell) else (slab.to(torch.float32) for slab in cell)
+    return _summed_grams(parts, cell.shape[2], cell)
+
+
+def _summed_grams(parts: Iterable[Tensor], n: int, like: Tensor) -> Tensor:
     panel = n if n < _SYMMETRIC_FROM else min(max(-(-n // 8), _LEAST_PANEL), _PANEL)
-    rows = len(a) if on_gpu(a) else _ROWS
-    out = torch.zeros(n, n, dtype=torch.float32, device=a.device)
-    for first in range(0, len(a), rows):
-        part = a[first : first + rows] if half else a[first : first + rows].to(torch.float32)
+    out = torch.zeros(n, n, dtype=torch.float32, device=like.device)
+    for part in parts:
         for begin in range(0, n, panel):
             left, right = part[:, begin : begin + panel].T, part[:, begin:]
-            if half:
-                out[begin : begin + panel, begin:] = _half_product(left, right)
-            else:
+            if part.dtype == torch.float32:
                 out[begin : begin + panel, begin:].addmm_(left, right)
+            else:
+                out[begin : begin + panel, begin:] += half_product(left, right)
     for begin in range(panel, n, panel):
         out[begin:, begin - panel : begin] = out[begin - panel : begin, begin:].T
     return out
+
+
+class TokenOperator:
+    """Products of the token unfolding ``A`` ``(T, n)`` of one cell ``(m, T, d)`` with bases ``(1, n, q)`` float32.
+
+    A CPU takes some rows at a time, which stay in its cache from one product to the next.
+    """
+
+    def __init__(self, cell: Tensor) -> None:
+        self._cell = cell
+        self._unfolded = next(pieces(cell, cell.shape[1]))[None] if on_gpu(cell) else None
+
+    def __call__(self, basis: Tensor) -> Tensor:
+        """``Aᵀ A Q``."""
+        if self._unfolded is not None:
+            return product(self._unfolded.mT, product(self._unfolded, basis))
+        out = torch.zeros_like(basis[0])
+        for part in pieces(self._cell, _TALL_ROWS):
+            out.addmm_(part.T, part @ basis[0])
+        return out[None]
+
+    def ritz(self, basis: Tensor) -> Tensor:
+        """``Qᵀ Aᵀ A Q`` ``(1, q, q)``."""
+        if self._unfolded is not None:
+            seen = product(self._unfolded, basis)
+            return seen.mT @ seen
+        q = basis.shape[2]
+        return _summed_grams((part @ basis[0] for part in pieces(self._cell, _TALL_ROWS)), q, basis)[None]
+
+    def sketch(self, q: int, seed: int) -> Tensor:
+        """:func:`sketch` of the rows: ``(1, n, q)``."""
+        if self._unfolded is not None:
+            return sketch(self._unfolded.split(q, dim=1), q, seed)
+        return sketch((part[None] for part in pieces(self._cell, q)), q, seed)
 
 
 class GramOperator:
@@ -99,7 +160,7 @@ class GramOperator:
         if self._low is None:
             return self._grams @ basis
         high = basis.half()
-        return _half_product(self._grams, high) + _half_product(self._low, high)
+        return half_product(self._grams, high) + half_product(self._low, high)
 
     def precise(self, basis: Tensor) -> Tensor:
         """``G Q`` for an orthonormal ``Q``, with an error of about 1e-6 of its largest column."""
@@ -107,7 +168,7 @@ class GramOperator:
             return self._grams @ basis
         high = basis.half()
         low = ((basis - high) * _HALF_RANGE).half()  # entries of a column of unit length are small numbers
-        return (self(basis) + _half_product(self._grams, low) / _HALF_RANGE) * self._unit
+        return (self(basis) + half_product(self._grams, low) / _HALF_RANGE) * self._unit
 
 
 # ---- orthonormal bases -----------------------------------------------------------------------------------------------
@@ -178,19 +239,26 @@ def random_directions(n: int, q: int, seed: int, device: torch.device) -> Tensor
     return columns.div_(torch.linalg.vector_norm(columns, dim=0))
 
 
-def sketch(rows: Tensor, q: int, seed: int) -> Tensor:
-    """``rowsᵀ Ω`` with a sparse random ``Ω`` (count sketch): ``(..., k, n)`` to ``(..., n, q)`` float32.
+def sketch(parts: Iterable[Tensor], q: int, seed: int) -> Tensor:
+    """``rowsᵀ Ω`` with a sparse random ``Ω`` (count sketch): ``(B, n, q)`` float32.
 
     Row ``i`` enters sum ``i mod q`` with a random sign, so this costs one pass over the rows, not a product; as a start
     of a subspace iteration it is worth one multiplication by a Gaussian matrix. With fewer than ``q`` rows, the
     columns without any are zero.
+
+    Args:
+        parts: the rows ``(B, q, n)`` at a time, in order; the last part may have fewer.
+        q: number of sums.
+        seed: of the signs.
     """
-    k = rows.shape[-2]
-    rng = torch.Generator(device=rows.device).manual_seed(seed)
-    signs = torch.randint(0, 2, (k, 1), generator=rng, device=rows.device).to(rows.dtype) * 2 - 1
-    total = torch.zeros(*rows.shape[:-2], q, rows.shape[-1], dtype=torch.float32, device=rows.device)
-    for begin in range(0, k, q):
-        total[..., : min(q, k - begin), :].add_(rows[..., begin : begin + q, :] * signs[begin : begin + q])
+    total: Tensor | None = None
+    for part in parts:
+        if total is None:
+            rng = torch.Generator(device=part.device).manual_seed(seed)
+            total = torch.zeros(len(part), q, part.shape[2], dtype=torch.float32, device=part.device)
+        signs = torch.randint(0, 2, (part.shape[1], 1), generator=rng, device=part.device).to(part.dtype) * 2 - 1
+        total[:, : part.shape[1]].addcmul_(part.to(torch.float32), signs.to(torch.float32))
+    assert total is not None  # there is at least one token
     return total.mT
 
 

@@ -56,7 +56,7 @@ class MethodResult:
             tokens and layers together; exact sinks and recent tokens are part of both.
         seconds: mean time per window to compress, prefill excluded; for Palu of its own prefill.
         note: what differs from the request, or empty.
-        key_share: share of the compressed cells' bytes that keys take; ``None`` where there are no cells.
+        key_share: share of the compressed cells' bytes that is for keys, mean over windows; None without cells.
         one_pass_perplexity: perplexity over whole windows in one forward pass, for the uncompressed model and Palu if
             it was asked for. Nothing is read back from a cache there, so run-time methods have none.
     """
@@ -196,7 +196,7 @@ def measure(
 ) -> MethodResult:
     """One run-time method on windows whose uncompressed runs are at hand, pooled as in :func:`compare`.
 
-    For many methods in separate steps, where :func:`compare` would run the uncompressed model anew for each.
+    For many methods one after the other, so that each can be kept as soon as it is measured.
 
     Raises:
         ConfigError, BudgetError, NonFiniteError, UnsupportedModelError: of the method.
@@ -246,8 +246,6 @@ def _measure(
 def _pool(method: Method, scored: list[Scored], tokens: int, variant: PaluVariant | None) -> MethodResult:
     total = sum((one.divergence for one in scored), Divergence())
     nbytes = sum(one.nbytes for one in scored)
-    keys = sum(one.key_nbytes for one in scored)
-    cells = keys + sum(one.value_nbytes for one in scored)
     return MethodResult(
         method=method.name,
         family=method.family,
@@ -262,9 +260,13 @@ def _pool(method: Method, scored: list[Scored], tokens: int, variant: PaluVarian
         key_error=_relative([one.key_lost for one in scored], [one.key_energy for one in scored]),
         value_error=_relative([one.value_lost for one in scored], [one.value_energy for one in scored]),
         seconds=sum(one.seconds for one in scored) / len(scored),
+        key_share=_mean([one.key_share for one in scored if one.key_share is not None]),
         note="" if variant is None else _palu_note(variant.report),
-        key_share=keys / cells if cells else None,
     )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _relative(lost: list[float], energy: list[float]) -> float:

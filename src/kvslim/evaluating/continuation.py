@@ -84,11 +84,10 @@ class Scored:
         divergence: sums over the N scored tokens.
         key_lost, value_lost: squared error of what attention sees against the uncompressed cache, all layers together.
         key_energy, value_energy: squared norm of the uncompressed keys and values.
-        key_nbytes, value_nbytes: measured bytes of the compressed cells of keys and of values, without exact sinks and
-            window; zero for a cache that has no cells.
         nbytes: measured bytes of the cache after compression, before scoring.
         dense_nbytes: bytes of the same tokens in bf16.
         seconds: time to compress, prefill excluded; for Palu the time of its own prefill.
+        key_share: share of the compressed cells' bytes that is for keys; None without cells.
     """
 
     divergence: Divergence
@@ -96,11 +95,10 @@ class Scored:
     value_lost: float
     key_energy: float
     value_energy: float
-    key_nbytes: int
-    value_nbytes: int
     nbytes: int
     dense_nbytes: int
     seconds: float
+    key_share: float | None = None
 
 
 @torch.no_grad()
@@ -210,7 +208,7 @@ def score_palu(model: PreTrainedModel, cache: LatentCache, reference: Reference,
 def _scored(
     model: PreTrainedModel, cache: Cache, reference: Reference, config: ContinuationConfig, seconds: float
 ) -> Scored:
-    nbytes, cells = cache_bytes(cache), cache.cells if isinstance(cache, CompressedCache) else ()
+    nbytes = cache_bytes(cache)
     lost, energy = [0.0, 0.0], [0.0, 0.0]
     for index, dense in enumerate(reference.filled.layers):
         pairs = zip(seen_by_attention(model, cache, index), (dense.keys, dense.values), strict=True)
@@ -225,12 +223,17 @@ def _scored(
         value_lost=lost[1],
         key_energy=energy[0],
         value_energy=energy[1],
-        key_nbytes=sum(cell.nbytes for cell in cells if cell.kind == "keys"),
-        value_nbytes=sum(cell.nbytes for cell in cells if cell.kind == "values"),
         nbytes=nbytes,
         dense_nbytes=sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in reference.filled.layers),
         seconds=seconds,
+        key_share=_key_share(cache),
     )
+
+
+def _key_share(cache: Any) -> float | None:
+    cells = getattr(cache, "cells", ())
+    total = sum(cell.nbytes for cell in cells)
+    return sum(cell.nbytes for cell in cells if cell.kind == "keys") / total if total else None
 
 
 def cache_bytes(cache: Any) -> int:

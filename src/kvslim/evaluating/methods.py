@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvslim.baselines import IntegerCache, RotatedCache
 from kvslim.errors import ConfigError
-from kvslim.jolt import PAPER_BITS, JoltCache, JoltConfig
+from kvslim.jolt import PAPER, JoltCache, JoltConfig
 from kvslim.palu import PaluConfig
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ _SHARE = r"(0?\.\d+|1(?:\.0)?)"
 _JOLT_OPTIONS = (
     _Option("pre-rope", "pre-rope", lambda _: {"pre_rope": True}),
     _Option("post-rope", "post-rope", lambda _: {"pre_rope": False}),
-    _Option("paper", "paper", lambda _: {"bits": PAPER_BITS}),
+    _Option("paper", "paper", lambda _: dict(PAPER)),
     _Option("rank-only", "rank-only", lambda _: {"bits": (0,)}),
     _Option("no-backbone", "no-backbone", lambda _: {"backbone": False}),
     _Option("bits=0/2/4", r"bits=(\d+(?:/\d+)*)", lambda value: {"bits": tuple(map(int, value.split("/")))}),
@@ -172,6 +172,7 @@ _JOLT_OPTIONS = (
     _Option("split=SHARE", f"split={_SHARE}", lambda value: {"split": float(value)}),
     _Option("slabs=SHARE", f"slabs={_SHARE}", lambda value: {"slab_share": float(value)}),
     _Option("exact|gram|randomized", "(exact|gram|randomized)", lambda value: {"spectra": value}),
+    _Option("keys=WEIGHT", r"keys=(\d+(?:\.\d+)?)", lambda value: {"key_weight": float(value)}),
 )
 
 _PALU_OPTIONS = (

@@ -17,8 +17,11 @@ REFERENCE_VARIABLE = "KVSLIM_REFERENCE"
 
 
 def implementation() -> Implementation:
-    """What CUDA tensors get in this process: ``"triton"``, or ``"reference"`` without Triton, a GPU, or when forced."""
-    if os.environ.get(REFERENCE_VARIABLE) == "1" or not torch.cuda.is_available() or not _has_triton():
+    """What CUDA tensors get in this process.
+
+    ``"triton"``, or ``"reference"`` where there is no NVIDIA GPU, Triton is not installed, or ``KVSLIM_REFERENCE=1``.
+    """
+    if os.environ.get(REFERENCE_VARIABLE) == "1" or not _has_nvidia_gpu() or not _has_triton():
         return "reference"
     return "triton"
 
@@ -26,6 +29,10 @@ def implementation() -> Implementation:
 def runs_triton(x: Tensor) -> bool:
     """Whether an operation on ``x`` runs its Triton kernel: a CUDA tensor, and :func:`implementation` says so."""
     return x.is_cuda and implementation() == "triton"
+
+
+def _has_nvidia_gpu() -> bool:
+    return torch.version.cuda is not None and torch.cuda.is_available()
 
 
 @lru_cache(maxsize=1)

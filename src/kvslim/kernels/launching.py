@@ -17,14 +17,19 @@ class LaunchShape:
         rows: rows per tile.
         warps: warps per program.
         stages: how many tiles are in flight; 1 loads a tile when it is needed.
-        per_multiprocessor: programs that a multiprocessor holds at once, by registers and shared memory. More would
-            wait for the first ones to end and then have it almost to themselves.
+        per_multiprocessor: programs that a multiprocessor is to hold at once. Shared memory has to allow it, and the
+            registers are limited for it: if fewer fitted, the others would run alone after them.
     """
 
     rows: int
     warps: int
     stages: int
     per_multiprocessor: int
+
+    @property
+    def registers(self) -> int:
+        """Most registers per thread; a multiprocessor has 65536."""
+        return min(255, 65536 // (32 * self.warps * self.per_multiprocessor) // 8 * 8)
 
     def programs(self, device: torch.device, tiles: int) -> int:
         """Size of the persistent grid for ``tiles`` tiles."""

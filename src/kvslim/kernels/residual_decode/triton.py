@@ -26,7 +26,7 @@ def residual_decode(
     """See :func:`kvslim.kernels.residual_decode.residual_decode`."""
     slabs, tokens = scales.shape
     signs = sign_matrix(size, seed, codes.device, transposed=True)
-    shape = launch_shape(signs.padded)
+    shape = launch_shape(signs.padded, backbone is not None)
     codes = codes if codes.stride(2) == 1 else codes.contiguous()
     if backbone is not None and out_dtype == torch.float32:
         out = backbone
@@ -51,16 +51,17 @@ def residual_decode(
             PLANES=plane_layout(size, bits),
             STAGES=shape.stages,
             num_warps=shape.warps,
+            maxnreg=shape.registers,
         )  # fmt: skip
     return out
 
 
-def launch_shape(padded: int) -> LaunchShape:
+def launch_shape(padded: int, with_backbone: bool) -> LaunchShape:
     """The launch for rows of ``padded`` features."""
     if padded == 256:
         return LaunchShape(rows=ROWS, warps=8, stages=1, per_multiprocessor=1)
     if padded == 128:
-        return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=3)
+        return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=2 if with_backbone else 3)
     return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=4)
 
 
@@ -88,13 +89,13 @@ def _decode(
             level *= tl.load(norms + column)[None, :]  # zero in the padding
         high = level.to(tl.float16)
         low = (level - high.to(tl.float32)).to(tl.float16)
-        rows = tl.dot(low, matrix, tl.dot(high, matrix)) * (scale * norm)[:, None]
+        rows = tl.dot(low, matrix, tl.dot(high, matrix)) * (scale * (norm * gain))[:, None]
         mask = exists[:, None] & inside[None, :]
         if HAS_BACKBONE:
             offsets = row[:, None] * backbone_token + column[None, :] * backbone_column
-            rows += tl.load(backbone + slab * backbone_slab + offsets, mask=mask, other=0.0)
+            rows += tl.load(backbone + slab * backbone_slab + offsets, mask=mask, other=0.0) * gain
         offsets = row[:, None] * out_token + column[None, :] * out_column
-        tl.store(out + slab * out_slab + offsets, (rows * gain).to(out.dtype.element_ty), mask=mask)
+        tl.store(out + slab * out_slab + offsets, rows.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -112,7 +113,11 @@ def _load_plane(first, exists, PADDED: tl.constexpr, WIDTH: tl.constexpr, BYTES:
     byte = tl.arange(0, PADDED // per_byte)
     mask = exists[:, None] & (byte < BYTES)[None, :]
     packed = tl.load(first + byte[None, :], mask=mask, other=0).to(tl.int32)
-    if per_byte > 1:
-        shifts = (tl.arange(0, per_byte) * WIDTH)[None, None, :]
-        packed = tl.reshape((packed[:, :, None] >> shifts) & ((1 << WIDTH) - 1), (packed.shape[0], PADDED))
+    # Halving keeps a thread's codes beside each other, so that nothing moves between threads.
+    if WIDTH <= 4:
+        packed = tl.interleave(packed & 15, packed >> 4)
+    if WIDTH <= 2:
+        packed = tl.interleave(packed & 3, packed >> 2)
+    if WIDTH == 1:
+        packed = tl.interleave(packed & 1, packed >> 1)
     return packed

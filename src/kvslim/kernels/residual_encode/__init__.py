@@ -13,7 +13,13 @@ from kvslim.quantizing.codebook import LevelKind
 
 
 def residual_encode(
-    x: Tensor, backbone: Tensor | None, gain: float, bits: int, kind: LevelKind, seed: int
+    x: Tensor,
+    backbone: Tensor | None,
+    gain: float,
+    bits: int,
+    kind: LevelKind,
+    seed: int,
+    lost: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Encode the rows of ``x / gain - backbone`` as packed codes of their rotation, and one scale each.
 
@@ -31,6 +37,7 @@ def residual_encode(
         bits: code width, 1 to 8.
         kind: which codebook.
         seed: seed of the rotation.
+        lost: float32 ``(slabs, T)``, contiguous; takes each row's squared error in units of ``gain``² if given.
 
     Returns:
         Codes, uint8 ``(slabs, T, packed_bytes(d, bits))``, and scales, float16 ``(slabs, T)``.
@@ -42,8 +49,10 @@ def residual_encode(
     check_gain(gain)
     if backbone is not None:
         check_like(backbone, torch.float32, tuple(x.shape), x.device, "The backbone")
+    if lost is not None:
+        check_like(lost, torch.float32, tuple(x.shape[:2]), x.device, "The lost energies")
     if runs_triton(x) and rows_fit(x.shape[2], x.device):
         from kvslim.kernels.residual_encode import triton
 
-        return triton.residual_encode(x, backbone, gain, bits, kind, seed)
-    return reference.residual_encode(x, backbone, gain, bits, kind, seed)
+        return triton.residual_encode(x, backbone, gain, bits, kind, seed, lost)
+    return reference.residual_encode(x, backbone, gain, bits, kind, seed, lost)

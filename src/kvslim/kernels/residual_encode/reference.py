@@ -13,7 +13,13 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def residual_encode(
-    x: Tensor, backbone: Tensor | None, gain: float, bits: int, kind: LevelKind, seed: int
+    x: Tensor,
+    backbone: Tensor | None,
+    gain: float,
+    bits: int,
+    kind: LevelKind,
+    seed: int,
+    lost: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`kvslim.kernels.residual_encode.residual_encode`."""
     rest = x.to(torch.float32) / gain
@@ -29,6 +35,8 @@ def residual_encode(
         scale = torch.where(fitted > 0, fitted, scale)
     stored = scale.squeeze(-1).to(torch.float16)
     codes = _nearest(rows, stored[..., None].to(torch.float32), thresholds)
+    if lost is not None:
+        lost.copy_((rows - levels[codes] * stored[..., None].to(torch.float32)).square_().sum(-1))
     return pack(codes, bits), stored
 
 

@@ -12,19 +12,25 @@ from kvslim.kernels.tables import ROWS, cells, half_codebook, plane_layout, sign
 from kvslim.quantizing.codebook import LevelKind
 from kvslim.quantizing.packing import packed_bytes
 
-COMPARED_BITS = 4
+COMPARED_BITS = 3
 """Up to this width the nearest level is found by comparing with every threshold, above it by a lookup cell."""
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def residual_encode(
-    x: Tensor, backbone: Tensor | None, gain: float, bits: int, kind: LevelKind, seed: int
+    x: Tensor,
+    backbone: Tensor | None,
+    gain: float,
+    bits: int,
+    kind: LevelKind,
+    seed: int,
+    lost: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`kvslim.kernels.residual_encode.residual_encode`."""
     slabs, tokens, size = x.shape
     signs = sign_matrix(size, seed, x.device)
-    shape = launch_shape(signs.padded, bits)
+    shape = launch_shape(signs.padded)
     codes = torch.empty(slabs, tokens, packed_bytes(size, bits), dtype=torch.uint8, device=x.device)
     scales = torch.empty(slabs, tokens, dtype=torch.float16, device=x.device)
     x = x if x.stride(2) == 1 else x.contiguous()
@@ -37,10 +43,13 @@ def residual_encode(
         return codes, scales
     with launch_on(x.device):
         _encode[(shape.programs(x.device, tiles),)](
-            x, taken_off, signs.signs, signs.norms, signs.signs if lookup is None else lookup.table, codes, scales,
+            x, taken_off, signs.signs, signs.norms,
+            signs.signs if lookup is None else lookup.levels, signs.signs if lookup is None else lookup.indices,
+            codes, scales, scales if lost is None else lost,
             1.0 / gain, signs.norm, tokens, tiles_per_slab, tiles,
             x.stride(0), x.stride(1), taken_off.stride(0), taken_off.stride(1),
             HAS_BACKBONE=backbone is not None,
+            WANT_LOST=lost is not None,
             SIZE=size,
             PADDED=signs.padded,
             ROWS=shape.rows,
@@ -53,24 +62,26 @@ def residual_encode(
             CELLS_PER_UNIT=0 if lookup is None else lookup.per_unit,
             STAGES=shape.stages,
             num_warps=shape.warps,
+            maxnreg=shape.registers,
         )  # fmt: skip
     return codes, scales
 
 
-def launch_shape(padded: int, bits: int) -> LaunchShape:
+def launch_shape(padded: int) -> LaunchShape:
     """The launch for rows of ``padded`` features."""
     if padded == 256:
         return LaunchShape(rows=ROWS, warps=8, stages=1, per_multiprocessor=1)
     if padded == 128:
-        return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=2 if bits > COMPARED_BITS else 3)
+        return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=3)
     return LaunchShape(rows=ROWS, warps=4, stages=1, per_multiprocessor=4)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles_per_slab", "tiles"])
 def _encode(
-    x, backbone, signs, norms, table, codes, scales,
+    x, backbone, signs, norms, cell_levels, cell_indices, codes, scales, lost,
     inverse_gain, norm, tokens, tiles_per_slab, tiles, x_slab, x_token, backbone_slab, backbone_token,
-    HAS_BACKBONE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
+    HAS_BACKBONE: tl.constexpr, WANT_LOST: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
     ROW_BYTES: tl.constexpr, PLANES: tl.constexpr, LEVELS: tl.constexpr, THRESHOLDS: tl.constexpr,
     CELLS: tl.constexpr, CELLS_PER_UNIT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +106,7 @@ def _encode(
         scale = tl.sqrt(tl.sum(rotated * rotated, axis=1) / SIZE)
         for _ in tl.static_range(2):
             ratio = magnitude * (1.0 / tl.maximum(scale, _TINY))[:, None]
-            level = _level_of(ratio, table, LEVELS, THRESHOLDS, CELLS, CELLS_PER_UNIT)
+            level = _level_of(ratio, cell_levels, LEVELS, THRESHOLDS, CELLS, CELLS_PER_UNIT)
             if SIZE < PADDED:
                 level = tl.where(inside[None, :], level, 0.0)
             # The ratio is in units of the old scale, and so is the new scale that this gives.
@@ -103,7 +114,13 @@ def _encode(
         stored = (scale * unit).to(tl.float16)
         tl.store(scales + slab * tokens + row, stored, mask=exists)
         ratio = magnitude * (unit / tl.maximum(stored.to(tl.float32), _TINY))[:, None]
-        index = _index_of(ratio, table, THRESHOLDS, CELLS, CELLS_PER_UNIT)
+        if WANT_LOST:
+            level = _level_of(ratio, cell_levels, LEVELS, THRESHOLDS, CELLS, CELLS_PER_UNIT)
+            gap = magnitude * unit[:, None] - level * stored.to(tl.float32)[:, None]
+            if SIZE < PADDED:
+                gap = tl.where(inside[None, :], gap, 0.0)
+            tl.store(lost + slab * tokens + row, tl.sum(gap * gap, axis=1), mask=exists)
+        index = _index_of(ratio, cell_indices, THRESHOLDS, CELLS, CELLS_PER_UNIT)
         half: tl.constexpr = 1 << (BITS - 1)
         code = tl.where(rotated > 0, half + index, half - 1 - index)
         if SIZE < PADDED:
@@ -133,9 +150,10 @@ def _cell_of(ratio, CELLS: tl.constexpr, CELLS_PER_UNIT: tl.constexpr):
 
 @triton.jit
 def _look_up(table, cell, CELLS: tl.constexpr):
-    """Entries of a small table, through shared memory."""
+    """Both halves of the entries of a small table, through shared memory: float32 and int32."""
     flat = tl.reshape(cell, (cell.shape[0] * cell.shape[1],))
-    return tl.reshape(tl.gather(tl.load(table + tl.arange(0, CELLS)), flat, 0), cell.shape)
+    entry = tl.reshape(tl.gather(tl.load(table + tl.arange(0, CELLS)), flat, 0), cell.shape)
+    return entry.to(tl.int32).to(tl.float32, bitcast=True), (entry >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -144,9 +162,8 @@ def _level_of(
 ):
     """The level nearest to each magnitude."""
     if CELLS:
-        cell = _cell_of(ratio, CELLS, CELLS_PER_UNIT)
-        threshold = _look_up(table, cell, CELLS)
-        below = _look_up(table + CELLS, cell, CELLS)
+        threshold, below = _look_up(table, _cell_of(ratio, CELLS, CELLS_PER_UNIT), CELLS)
+        below = below.to(tl.float32, bitcast=True)
         level = tl.where(ratio > threshold, 2 * threshold - below, below)
     else:
         level = tl.full(ratio.shape, LEVELS[0], tl.float32)
@@ -159,9 +176,8 @@ def _level_of(
 def _index_of(ratio, table, THRESHOLDS: tl.constexpr, CELLS: tl.constexpr, CELLS_PER_UNIT: tl.constexpr):
     """How many thresholds lie below each magnitude."""
     if CELLS:
-        cell = _cell_of(ratio, CELLS, CELLS_PER_UNIT)
-        earlier = _look_up(table + 2 * CELLS, cell, CELLS).to(tl.int32, bitcast=True)
-        index = earlier + (ratio > _look_up(table, cell, CELLS)).to(tl.int32)
+        threshold, earlier = _look_up(table, _cell_of(ratio, CELLS, CELLS_PER_UNIT), CELLS)
+        index = earlier + (ratio > threshold).to(tl.int32)
     else:
         index = tl.zeros(ratio.shape, tl.int32)
         for k in tl.static_range(len(THRESHOLDS)):

@@ -191,6 +191,20 @@ def compare(
     return [_pool(method, scored[method.name], tokens, variants.get(method.name)) for method in methods]
 
 
+def measure(
+    model: PreTrainedModel, method: CacheMethod, references: Sequence[Reference], config: ContinuationConfig
+) -> MethodResult:
+    """One run-time method on windows whose uncompressed runs are at hand, pooled as in :func:`compare`.
+
+    For many methods one after the other, so that each can be kept as soon as it is measured.
+
+    Raises:
+        ConfigError, BudgetError, NonFiniteError, UnsupportedModelError: of the method.
+    """
+    scored = [score_cache(model, method.make_cache(model), reference, config) for reference in references]
+    return _pool(method, scored, len(references) * config.tokens, None)
+
+
 def with_one_pass(
     model: PreTrainedModel,
     results: Sequence[MethodResult],

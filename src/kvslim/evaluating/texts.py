@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,10 @@ class TextSource:
 
 
 def read_text(path: Path) -> TextSource:
-    """Read a UTF-8 file.
+    """Read a UTF-8 file; of a ``.jsonl`` file the field ``text`` of each line, with a blank line between them.
 
     Raises:
-        ConfigError: it is missing, unreadable, not UTF-8, or empty.
+        ConfigError: it is missing, unreadable, not UTF-8, empty, or JSON of another kind.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -40,9 +41,19 @@ def read_text(path: Path) -> TextSource:
         raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Convert it.") from error
     except OSError as error:
         raise ConfigError(f"The text {path} cannot be read: {error.strerror}. Give the path of a text file.") from error
+    if path.suffix == ".jsonl":
+        text = _joined_lines(path, text)
     if not text.strip():
         raise ConfigError(f"The text {path} is empty.")
     return TextSource(text, str(path))
+
+
+def _joined_lines(path: Path, text: str) -> str:
+    try:
+        parts = [json.loads(line)["text"] for line in text.split("\n") if line.strip()]
+        return "\n\n".join(parts)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{path} has a line that is not {{"text": "..."}} ({error!r}).') from error
 
 
 def check_apart(test: TextSource | None, calibration: TextSource | None) -> None:

@@ -27,10 +27,10 @@ demo: $(VENV)/.installed  ## compress the KV cache of a small real model and sho
 	$(BIN)/kvslim demo $(ARGS)
 
 test: $(VENV)/.installed  ## all tests, the slow ones included
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 fast: $(VENV)/.installed  ## the tests that need no real model
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not slow" $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff, mypy, import-linter
 	$(BIN)/ruff check
@@ -43,7 +43,7 @@ format: $(VENV)/.installed  ## rewrite the code as ruff likes it
 	$(BIN)/ruff format
 
 test-newest: $(NEWEST)/.installed  ## the fast tests with the newest transformers that pyproject.toml allows
-	$(NEWEST)/bin/python -m pytest -m "not slow" $(ARGS)
+	$(NEWEST)/bin/python -m pytest -n auto -m "not slow" $(ARGS)
 
 clean:  ## remove the virtual environments and what the tools left behind
 	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

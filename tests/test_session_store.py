@@ -252,7 +252,7 @@ AT_ONCE = """
 import sys, random, warnings, torch
 from transformers import Qwen2ForCausalLM
 from kvslim import JoltCache, SessionStore
-warnings.simplefilter("error")
+warnings.simplefilter("error", UserWarning)  # ours; transformers has FutureWarnings of its own
 directory, models, limit, seed = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 model, store, rng = Qwen2ForCausalLM.from_pretrained(models), SessionStore(directory, limit), random.Random(seed)
 found = 0

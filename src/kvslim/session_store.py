@@ -149,7 +149,7 @@ class SessionStore:
         size = session_bytes(cache, settings, input_ids=ids, tokenizer=tokenizer)
         if size > self.limit_bytes:
             raise ConfigError(
-                f"This session takes {size} bytes; the store is limited to {self.limit_bytes}. Nothing was removed."
+                f"The session takes {size} bytes; the store is limited to {self.limit_bytes}. Nothing was removed."
             )
         assert settings.model is not None  # session_bytes has refused that
         name = _name(identity_of(settings.model), settings.config, ids)

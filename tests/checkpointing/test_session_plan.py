@@ -58,7 +58,7 @@ def test_a_plan_comes_back(plan: PrefixPlan, rest: bytes) -> None:
 @given(plan=plans(), cut=st.floats(0, 1, exclude_max=True))
 def test_a_plan_that_ends_too_early_is_refused(plan: PrefixPlan, cut: float) -> None:
     data = plan.to_bytes()
-    with pytest.raises(CheckpointError, match="plan of this session is damaged"):
+    with pytest.raises(CheckpointError, match="plan of the session is damaged"):
         PrefixPlan.from_bytes(data[: int(cut * len(data))], CELLS)
 
 

@@ -81,7 +81,7 @@ def _cell_forms(
     core_slabs = cell.slab_rank or slabs
     fits = cell.slab_rank <= slabs and cell.token_rank <= core_slabs * cell.feature_rank
     if not fits or (cell.feature_rank > features if cell.feature else cell.feature_rank not in (0, features)):
-        raise CheckpointError("The plan of this session is damaged: it has ranks beyond the size of their cell.")
+        raise CheckpointError("The plan of the session is damaged: it has ranks beyond the size of their cell.")
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     if cell.token_rank:
         shapes["token"] = (torch.float16, (tokens, cell.token_rank))

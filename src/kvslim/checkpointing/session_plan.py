@@ -222,4 +222,4 @@ class _Cursor:
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise CheckpointError(f"The plan of this session is damaged: it has {what}.")
+        raise CheckpointError(f"The plan of the session is damaged: it has {what}.")

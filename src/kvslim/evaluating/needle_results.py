@@ -12,7 +12,7 @@ from kvslim.errors import ConfigError
 from kvslim.evaluating.methods import CacheMethod
 from kvslim.evaluating.needle import NeedleConfig, NeedleTrial
 from kvslim.evaluating.plots import new_figure, save_png
-from kvslim.evaluating.results import SCHEMA, Environment, ModelFingerprint
+from kvslim.evaluating.results import SCHEMA, Environment, ModelFingerprint, parse_results
 from kvslim.files import write_atomically
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ class NeedleResults:
             ConfigError: it is no such JSON, or of another schema version.
         """
         try:
-            data = json.loads(text)
-            if data["schema"] != SCHEMA:
-                raise ConfigError(f"These results have schema {data['schema']}; this kvslim reads {SCHEMA}.")
+            data = parse_results(text)
             names = [one.name for one in dataclasses.fields(NeedleScore)]
             scores = [
                 NeedleScore(**{name: entry[name] for name in names} | {"trials": _trials(entry)})

@@ -92,6 +92,19 @@ class ModelFingerprint:
         return cls(name, str(model.config.model_type), model.num_parameters(), str(model.dtype), digest)
 
 
+def parse_results(text: str) -> dict[str, Any]:
+    """The JSON object of a results file, checked to be of the schema that this version reads.
+
+    Raises:
+        ConfigError: it is of another schema version.
+        ValueError, KeyError, TypeError: it is no such JSON.
+    """
+    data: dict[str, Any] = json.loads(text)
+    if data["schema"] != SCHEMA:
+        raise ConfigError(f"These results have schema {data['schema']}; this kvslim reads {SCHEMA}.")
+    return data
+
+
 @dataclass(frozen=True)
 class EvalResults:
     """One evaluation of several methods on one model and text.
@@ -125,9 +138,7 @@ class EvalResults:
             ConfigError: it is no such JSON, or of another schema version.
         """
         try:
-            data = json.loads(text)
-            if data["schema"] != SCHEMA:
-                raise ConfigError(f"These results have schema {data['schema']}; this kvslim reads {SCHEMA}.")
+            data = parse_results(text)
             methods = [
                 MethodResult(**{**entry, "kl_per_window": tuple(entry["kl_per_window"])}) for entry in data["methods"]
             ]

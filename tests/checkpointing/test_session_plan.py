@@ -14,7 +14,8 @@ from kvslim.errors import CheckpointError
 
 CELLS = 2
 numbers = st.floats(0, 1e300)
-measured: dict[str, Any] = {"missed": numbers, "error": numbers, "energy": numbers}
+shares = st.floats(0, 1e100)
+measured: dict[str, Any] = {"missed": shares, "error": shares, "energy": numbers}
 exponents = st.integers(-120, 120)
 owning = st.builds(
     CellRecord,
@@ -28,7 +29,7 @@ owning = st.builds(
     **measured,
 )
 plain = st.builds(CellRecord, bits=st.integers(1, 8), gain=exponents, code_gain=exponents, **measured)
-copied = st.builds(CellRecord, exact=st.just(True), error=numbers, energy=numbers)
+copied = st.builds(CellRecord, exact=st.just(True), error=shares, energy=numbers)
 cells = st.tuples(*[owning | plain | copied] * CELLS)
 
 
@@ -103,6 +104,7 @@ def test_the_owner_of_a_basis_is_the_newest_before_it() -> None:
         (with_stretch(0, tokens=0), "a stretch of an unknown form"),
         (with_cell(1, bits=9), "a cell of an unknown form"),
         (with_cell(1, gain=2000), "a gain out of range"),
+        (with_cell(1, error=1e200), "an error out of range"),
         (with_cell(1, error=float("nan")), "no number"),
         (with_cell(1, energy=-1.0), "no number"),
         (with_cell(1, exact=True), "two things"),

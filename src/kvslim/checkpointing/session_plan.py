@@ -24,6 +24,7 @@ _CELL = struct.Struct("<BBIHHhhddd")
 _EXACT, _FEATURE, _INHERITED, _NEVER = 1, 2, 4, 0xF8  # flags; no writer sets the others
 MOST_POSITIONS = 1 << 30
 """Rows × columns beyond which a plan is refused: neither is backed by bytes of the file."""
+_LARGEST_ERROR = 1e100  # relative errors are about 1 at most; beyond this their squares leave float64
 _WIDEST_GAIN = 120  # powers of two: beyond what a float64 energy can give
 
 
@@ -69,6 +70,7 @@ class CellRecord:
         _require(not flags & _NEVER and bits <= 8, "a cell of an unknown form")
         _require(abs(gain) <= _WIDEST_GAIN and abs(code_gain) <= _WIDEST_GAIN, "a gain out of range")
         _require(all(math.isfinite(x) and x >= 0 for x in measured), "an error or energy that is no number ≥ 0")
+        _require(max(measured[:2]) <= _LARGEST_ERROR, "an error out of range")
         exact, feature, inherited = (bool(flags & flag) for flag in (_EXACT, _FEATURE, _INHERITED))
         form = (token_rank, feature_rank, slab_rank, bits, feature, inherited)
         _require(not any(form) if exact else bool(token_rank or bits), "a cell that stores nothing, or two things")

@@ -1,0 +1,127 @@
+"""What to do to a model, the ranks chosen for it, and what was done: the settings and results of :mod:`kvslim.palu`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvslim.config import JsonConfig, is_count, is_number
+from kvslim.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PaluConfig(JsonConfig):
+    """How to compress.
+
+    Attributes:
+        rate: fraction of the latent channels removed over keys and values of all layers together, ``0 <= rate < 1``
+            (the paper's compression rate).
+        group_size: KV heads that share one decomposition: 1 is M-LRD, ``None`` or all heads is J-LRD, between is G-LRD.
+        ranks: ``uniform``; ``fisher``, in proportion to the summed squared gradients (Palu, Sec. 3.3); or
+            ``fisher-rms``, the mean root-mean-square gradient of the public implementation, for comparison.
+        decomposition: ``whitened`` (truncation-aware, least output error) or ``svd`` (of the weights alone).
+        rank_multiple: ranks are multiples of this, or full.
+        rank_floor: least share of its full rank that any group keeps. The paper has none (0): on small models a few
+            layers with little Fisher information are then cut to almost nothing, and the model breaks.
+    """
+
+    rate: float = 0.3
+    group_size: int | None = None
+    ranks: str = "uniform"
+    decomposition: str = "whitened"
+    rank_multiple: int = 1
+    rank_floor: float = 0.125
+
+    def __post_init__(self) -> None:
+        """Check every field that needs no model."""
+        if not is_number(self.rate) or not 0 <= self.rate < 1:
+            raise ConfigError(f"rate is the fraction of channels to remove, at least 0 and below 1, not {self.rate!r}.")
+        if self.group_size is not None and not is_count(self.group_size):
+            raise ConfigError(f"group_size must be a positive integer or None (joint), not {self.group_size!r}.")
+        if not is_count(self.rank_multiple):
+            raise ConfigError(f"rank_multiple must be a positive integer, not {self.rank_multiple!r}.")
+        if not is_number(self.rank_floor) or not 0 <= self.rank_floor <= 1:
+            raise ConfigError(f"rank_floor is a share of the full rank from 0 to 1, not {self.rank_floor!r}.")
+        for name, value, known in (
+            ("ranks", self.ranks, ("uniform", "fisher", "fisher-rms")),
+            ("decomposition", self.decomposition, ("whitened", "svd")),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
+
+    @property
+    def needs_grams(self) -> bool:
+        return self.decomposition == "whitened"
+
+    @property
+    def needs_fisher(self) -> bool:
+        return self.ranks != "uniform"
+
+
+@dataclass(frozen=True)
+class PaluPlan:
+    """The rank of every group.
+
+    Attributes:
+        key_ranks: per layer, the ranks of its groups.
+        value_ranks: the same for values.
+        group_size: KV heads per group.
+        full_rank: the rank of a group at which nothing is lost.
+        notes: what differs from the request, in words.
+    """
+
+    key_ranks: tuple[tuple[int, ...], ...]
+    value_ranks: tuple[tuple[int, ...], ...]
+    group_size: int
+    full_rank: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def channels(self) -> int:
+        """Latent channels kept per token, all layers together."""
+        return sum(map(sum, (*self.key_ranks, *self.value_ranks)))
+
+    @property
+    def kept(self) -> float:
+        """Achieved fraction of the channels kept; the achieved rate is ``1 - kept``."""
+        groups = sum(map(len, (*self.key_ranks, *self.value_ranks)))
+        return self.channels / (groups * self.full_rank)
+
+
+@dataclass(frozen=True)
+class PaluReport:
+    """What was done to a model, as ``model.palu``.
+
+    Attributes:
+        config: the request.
+        plan: the ranks used.
+        calibration_tokens: tokens behind the Gram matrices, 0 if none were needed.
+        fisher_windows: windows behind the Fisher information, 0 if none were needed.
+    """
+
+    config: PaluConfig
+    plan: PaluPlan
+    calibration_tokens: int
+    fisher_windows: int
+
+    @property
+    def rate(self) -> float:
+        """Achieved fraction of latent channels removed."""
+        return 1 - self.plan.kept
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, the achieved rate included, as JSON values."""
+        return {**asdict(self), "rate": self.rate}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PaluReport:
+        """Undo :meth:`to_dict`.
+
+        Raises:
+            ConfigError: a field is unknown or out of range.
+        """
+        stored = data["plan"]
+        key_ranks, value_ranks = (tuple(map(tuple, stored[name])) for name in ("key_ranks", "value_ranks"))
+        chosen = PaluPlan(key_ranks, value_ranks, stored["group_size"], stored["full_rank"], tuple(stored["notes"]))
+        config = PaluConfig.from_dict(data["config"])
+        return cls(config, chosen, data["calibration_tokens"], data["fisher_windows"])

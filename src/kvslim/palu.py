@@ -12,21 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvslim.allocating.ranks import proportional_ranks, uniform_ranks
-from kvslim.attending.families import (
-    attention_modules,
-    base_model_of,
-    family_of,
-    kv_projections,
-    kv_shape_of,
-    rotary_of,
-    sliding_window_of,
+from kvslim.attending.families import attention_modules, base_model_of, family_of, kv_shape_of, rotary_of
+from kvslim.attending.latent_attention import LatentAttention
+from kvslim.attending.latent_forms import Forms, choose_forms
+from kvslim.attending.latent_model import (
+    LatentModelMixin,
+    Snapshot,
+    install,
+    layer_places,
+    layer_size_of,
+    restore,
+    snapshot,
 )
-from kvslim.attending.latent_attention import LatentAttention, LowRankProjection
-from kvslim.attending.latent_model import LatentModelMixin, Snapshot, install, restore, snapshot
-from kvslim.caching.latent import LatentCache, LatentLayout, layout_of
+from kvslim.attending.projections import Part, projections_of
+from kvslim.caching.latent import LatentCache
 from kvslim.calibrating.fisher import FISHER_LENGTH, FisherStats, calibrate_fisher
 from kvslim.calibrating.grams import GramStats, calibrate_grams
 from kvslim.calibrating.windows import check_windows, windows_from_texts
@@ -34,6 +36,7 @@ from kvslim.checkpointing.latent_model import read_latent_model, write_latent_mo
 from kvslim.decomposing.whitened import Decomposition, plain_svd, whitened_svd
 from kvslim.errors import CalibrationError, CheckpointError, ConfigError, NonFiniteError, UnsupportedModelError
 from kvslim.palu_config import PaluConfig, PaluPlan, PaluReport
+from kvslim.types import LowRankFactors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -140,7 +143,7 @@ def plan(config_or_model: Any, config: PaluConfig, fisher: FisherStats | None = 
     Raises:
         UnsupportedModelError, ConfigError, CalibrationError: as in :func:`compress`.
     """
-    family_of(config_or_model, palu=True)
+    family_of(config_or_model)
     shape = kv_shape_of(config_or_model)
     size, notes = _group_size(config.group_size, shape.kv_heads)
     groups = shape.kv_heads // size
@@ -173,10 +176,16 @@ def compress_with(
         raise CalibrationError("decomposition='whitened' needs grams=calibrate_grams(model, windows).")
     chosen = plan(model, config, fisher)
     replacements = _build(model, config, chosen, grams, progress)
-    install(model, replacements, _layout(model))
+    size = layer_size_of(model)
+    install(model, replacements)
     model.palu = PaluReport(
         config=config,
         plan=chosen,
+        forms=tuple((module.forms.key, module.forms.value) for module in replacements),
+        dense_parameters=size.dense * len(replacements),
+        parameters=sum(
+            size.compressed(module.forms, module.k_latent.ranks, module.v_latent.ranks) for module in replacements
+        ),
         calibration_tokens=grams.tokens if grams is not None and config.needs_grams else 0,
         fisher_windows=fisher.windows if fisher is not None and config.needs_fisher else 0,
     )
@@ -225,18 +234,19 @@ def _check(model: PreTrainedModel, config: PaluConfig) -> None:
     """Refuse what cannot be compressed, before any work."""
     if isinstance(model, LatentModelMixin):
         raise UnsupportedModelError("This model is compressed already. Restore or load the original first.")
-    family_of(model, palu=True)
+    family_of(model)
     if base_model_of(model) is model:
         raise UnsupportedModelError(
             f"Pass the model with its language-model head, not the bare {type(model).__name__}."
         )
-    rotary_of(model)
-    for layer, pair in enumerate(kv_projections(model)):
-        for kind, projection in zip(("key", "value"), pair, strict=True):
-            if not all(bool(torch.isfinite(part).all()) for part in projection.parameters()):
+    rotary_of(model, all_layers=True)
+    for layer, parts in enumerate(projections_of(model)):
+        for kind, part in (("query", parts.query), ("key", parts.key), ("value", parts.value)):
+            if not all(bool(torch.isfinite(held).all()) for held in (part.weight, part.bias) if held is not None):
                 raise NonFiniteError(f"The {kind} projection of layer {layer} holds NaN or Inf. Load the model again.")
-    # The budget is the same for every rule, so an impossible one shows before the calibration.
-    plan(model, PaluConfig(rate=config.rate, group_size=config.group_size, rank_multiple=config.rank_multiple))
+    # The budget is the same for every rule, so an impossible one shows before the calibration; so does the fusion.
+    chosen = plan(model, PaluConfig(rate=config.rate, group_size=config.group_size, rank_multiple=config.rank_multiple))
+    _forms(model, config, chosen, 0)
 
 
 def _group_size(requested: int | None, kv_heads: int) -> tuple[int, tuple[str, ...]]:
@@ -272,44 +282,47 @@ def _build(
     model: PreTrainedModel, config: PaluConfig, chosen: PaluPlan, grams: GramStats | None, progress: Progress | None
 ) -> list[LatentAttention]:
     """The attention modules that will replace the model's own."""
-    family, rotary, layout, built = family_of(model), rotary_of(model), _layout(model), []
-    projections = kv_projections(model)
+    projections, places = projections_of(model), layer_places(model)
     matrices = grams.grams if grams is not None and config.needs_grams else [None] * len(projections)
     if len(matrices) != len(projections):
         raise CalibrationError(f"{len(matrices)} Gram matrices for {len(projections)} layers. Calibrate this model.")
-    step = _stage(progress, "decomposition")
-    for layer, (original, pair) in enumerate(zip(attention_modules(model), projections, strict=True)):
+    step, built = _stage(progress, "decomposition"), []
+    for layer, (original, parts) in enumerate(zip(attention_modules(model), projections, strict=True)):
         ranks = (chosen.key_ranks[layer], chosen.value_ranks[layer])
         key, value = (
-            _factor(projection, wanted, matrices[layer], config.decomposition)
-            for projection, wanted in zip(pair, ranks, strict=True)
+            _factor(part, wanted, matrices[layer], config.decomposition)
+            for part, wanted in zip((parts.key, parts.value), ranks, strict=True)
         )
-        built.append(LatentAttention(original, family, rotary, key, value, layout))
+        module = LatentAttention(original, places[layer], parts, *ranks, _forms(model, config, chosen, layer))
+        built.append(module.fill(parts, key, value))
         if step is not None:
             step(layer + 1, len(projections))
     return built
 
 
-def _factor(
-    projection: nn.Linear, ranks: tuple[int, ...], gram: Tensor | None, decomposition: str
-) -> LowRankProjection:
-    """Factor each group of a projection's heads to its rank."""
-    weight = projection.weight.detach().T
-    groups = torch.chunk(weight, len(ranks), dim=1)
-    return LowRankProjection.from_factors(
-        projection,
-        [_decompose(group, gram, decomposition).truncate(rank) for group, rank in zip(groups, ranks, strict=True)],
+def _forms(model: PreTrainedModel, config: PaluConfig, chosen: PaluPlan, layer: int) -> Forms:
+    """How the second factors of a layer are used (Palu, Eq. 5 and 6)."""
+    family, attention = family_of(model), attention_modules(model)[layer]
+    return choose_forms(
+        config.fusion,
+        layer_size_of(model),
+        chosen.key_ranks[layer],
+        chosen.value_ranks[layer],
+        rotated=family.rotary is not None or family.key_norm is not None,
+        clipped=family.clip is not None and bool(getattr(attention, family.clip)),
     )
+
+
+def _factor(part: Part, ranks: tuple[int, ...], gram: Tensor | None, decomposition: str) -> list[LowRankFactors]:
+    """Factor each group of a projection's heads to its rank."""
+    groups = torch.chunk(part.weight, len(ranks), dim=1)
+    return [_decompose(group, gram, decomposition).truncate(rank) for group, rank in zip(groups, ranks, strict=True)]
 
 
 def _decompose(weight: Tensor, gram: Tensor | None, decomposition: str) -> Decomposition:
     if decomposition == "svd" or gram is None:
         return plain_svd(weight)
     return whitened_svd(weight, gram)
-
-
-def _layout(model: PreTrainedModel) -> LatentLayout:
-    return layout_of(kv_shape_of(model), sliding_window_of(model))
 
 
 def _stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

@@ -23,6 +23,9 @@ class PaluConfig(JsonConfig):
         rank_multiple: ranks are multiples of this, or full.
         rank_floor: least share of its full rank that any group keeps. The paper has none (0): on small models a few
             layers with little Fisher information are then cut to almost nothing, and the model breaks.
+        fusion: how the second factors are used: ``auto`` (whichever has fewer parameters), ``fold`` (``B_v`` into
+            ``W_o``, Eq. 5; ``B_k`` into ``W_q`` where keys are not rotated, Eq. 6), ``apply`` (the same, once per query
+            at run time) or ``none`` (keys and values are rebuilt for every cached token).
     """
 
     rate: float = 0.3
@@ -31,6 +34,7 @@ class PaluConfig(JsonConfig):
     decomposition: str = "whitened"
     rank_multiple: int = 1
     rank_floor: float = 0.125
+    fusion: str = "auto"
 
     def __post_init__(self) -> None:
         """Check every field that needs no model."""
@@ -45,6 +49,7 @@ class PaluConfig(JsonConfig):
         for name, value, known in (
             ("ranks", self.ranks, ("uniform", "fisher", "fisher-rms")),
             ("decomposition", self.decomposition, ("whitened", "svd")),
+            ("fusion", self.fusion, ("auto", "fold", "apply", "none")),
         ):
             if value not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
@@ -97,12 +102,19 @@ class PaluReport:
         plan: the ranks used.
         calibration_tokens: tokens behind the Gram matrices, 0 if none were needed.
         fisher_windows: windows behind the Fisher information, 0 if none were needed.
+        forms: per layer how the second factor of the keys and of the values is used: ``rebuild``, ``apply`` or
+            ``fold``, see :mod:`kvslim.attending.latent_forms`.
+        dense_parameters: parameters of all query, key, value and output projections before, biases aside.
+        parameters: the same after (Palu, Appendix B).
     """
 
     config: PaluConfig
     plan: PaluPlan
     calibration_tokens: int
     fisher_windows: int
+    forms: tuple[tuple[str, str], ...]
+    dense_parameters: int
+    parameters: int
 
     @property
     def rate(self) -> float:
@@ -124,4 +136,12 @@ class PaluReport:
         key_ranks, value_ranks = (tuple(map(tuple, stored[name])) for name in ("key_ranks", "value_ranks"))
         chosen = PaluPlan(key_ranks, value_ranks, stored["group_size"], stored["full_rank"], tuple(stored["notes"]))
         config = PaluConfig.from_dict(data["config"])
-        return cls(config, chosen, data["calibration_tokens"], data["fisher_windows"])
+        return cls(
+            config=config,
+            plan=chosen,
+            calibration_tokens=data["calibration_tokens"],
+            fisher_windows=data["fisher_windows"],
+            forms=tuple(map(tuple, data["forms"])),
+            dense_parameters=data["dense_parameters"],
+            parameters=data["parameters"],
+        )

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
 
 _CACHE_KEYWORDS = ("cache", "past_key_values")
 """What ``generate`` and the decoder layers call the cache: ``cache`` from 5.24 on, ``past_key_values`` before."""
+
+
+_CACHE_ARGUMENTS = (*_CACHE_KEYWORDS, "layer_past")
+"""What attention modules call it."""
+
+_NOT_FOR_ATTENTION = ("use_cache", "output_attentions", "encoder_hidden_states", "encoder_attention_mask")
+"""Arguments of attention modules that attention functions have no use for."""
 
 
 def cache_keyword(model: Any) -> str:
@@ -21,8 +28,14 @@ def cache_keyword(model: Any) -> str:
 
 def take_cache(kwargs: MutableMapping[str, Any]) -> Any:
     """Remove the cache from an attention module's keyword arguments, under any of its names, and return it."""
-    found = [kwargs.pop(name, None) for name in _CACHE_KEYWORDS]
+    found = [kwargs.pop(name, None) for name in _CACHE_ARGUMENTS]
     return next((cache for cache in found if cache is not None), None)
+
+
+def named_arguments(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an attention module was called with, by name, less what attention functions have no use for."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: value for name, value in given.items() if name not in _NOT_FOR_ATTENTION}
 
 
 def eager_attention_of(attention: nn.Module) -> Callable[..., Any]:

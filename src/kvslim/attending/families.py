@@ -6,6 +6,7 @@ Nothing is copied from the model code and nothing is patched; the rest of kvslim
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -27,40 +28,79 @@ class Family:
     Attributes:
         model_type: ``config.model_type`` of transformers.
         layers: the list of decoder layers, in the base model.
-        rotary: the module with the rotary frequencies, in the base model.
+        rotary: the module with the rotary frequencies, in the base model. ``None``: keys are not rotated, so that the
+            key factor can be fused into the query (Palu, Eq. 6).
         attention: the attention module, in a decoder layer.
         query, key, value, output: the projections, in the attention module.
-        key_norm: keys are normalised per head between the projection and the rotation.
-        rope_layers: the layer type whose rotation counts, where the rotary module keeps one per type and names its
-            frequencies ``TYPE_inv_freq``: the full-attention layers, the only ones that are compressed. ``None``: all
-            layers share one.
-        palu: the key and value projections can be factored. A row without it serves run-time methods only.
+        fused: query, key and value come from the one projection ``query``: ``"blocks"`` (all queries, all keys, all
+            values) or ``"heads"`` (query, key and value of the first head, then of the second). ``None``: three.
+        query_norm, key_norm: modules that normalise per head between the projection and the rotation.
+        clip: attribute with a bound that queries, keys and values are cut to after the projection, or ``None`` there.
+        scaling, dropout: attributes with the factor on the scores and with the dropout of the weights.
+        bias: argument with a bias on the scores, the same for all queries (ALiBi).
+        residual: argument that the module adds to its output after the dropout named by ``output_dropout``.
+        output_dropout: dropout of the output that happens inside the attention module.
+        rope_layers: the layer type whose rotation counts for run-time methods, where the rotary module keeps one per
+            type and names its frequencies ``TYPE_inv_freq``: the full-attention layers, the only ones that they
+            compress. ``None``: all layers share one.
+        run_time: run-time methods understand the cache. A row without it serves Palu only.
     """
 
     model_type: str
     layers: str = "layers"
-    rotary: str = "rotary_emb"
+    rotary: str | None = "rotary_emb"
     attention: str = "self_attn"
     query: str = "q_proj"
     key: str = "k_proj"
     value: str = "v_proj"
     output: str = "o_proj"
-    key_norm: bool = False
+    fused: str | None = None
+    query_norm: str | None = None
+    key_norm: str | None = None
+    clip: str | None = None
+    scaling: str = "scaling"
+    dropout: str = "attention_dropout"
+    bias: str | None = None
+    residual: str | None = None
+    output_dropout: str | None = None
     rope_layers: str | None = None
-    palu: bool = True
+    run_time: bool = True
 
+
+def _fused(model_type: str, projection: str, order: str, **rest: Any) -> Family:
+    """A row whose query, key and value come from one projection."""
+    return Family(model_type, query=projection, key=projection, value=projection, fused=order, **rest)
+
+
+_NORMS: dict[str, Any] = {"query_norm": "q_norm", "key_norm": "k_norm"}
 
 FAMILIES: dict[str, Family] = {
     row.model_type: row
     for row in (
         Family("llama"),
         Family("mistral"),
-        Family("qwen2", palu=False),
-        Family("qwen3", key_norm=True, palu=False),
-        Family("gemma3_text", key_norm=True, rope_layers="full_attention", palu=False),
+        Family("qwen2"),
+        Family("qwen3", **_NORMS),
+        Family("gemma3_text", **_NORMS, rope_layers="full_attention"),
+        _fused("phi3", "qkv_proj", "blocks", run_time=False),
+        _fused("gpt_neox", "query_key_value", "heads", attention="attention", output="dense", run_time=False),
+        Family("opt", "decoder.layers", None, output="out_proj", dropout="dropout", run_time=False),
+        _fused(
+            "gpt2", "c_attn", "blocks", layers="h", rotary=None, attention="attn", output="c_proj",
+            dropout="attn_dropout", output_dropout="resid_dropout", run_time=False,
+        ),
+        _fused(
+            "bloom", "query_key_value", "heads", layers="h", rotary=None, attention="self_attention", output="dense",
+            scaling="inv_norm_factor", bias="alibi", residual="residual", output_dropout="hidden_dropout",
+            run_time=False,
+        ),
+        _fused(
+            "mpt", "Wqkv", "blocks", layers="blocks", rotary=None, attention="attn", output="out_proj",
+            clip="clip_qkv", scaling="softmax_scale", dropout="attn_dropout_p", bias="position_bias", run_time=False,
+        ),
     )
-}
-"""All rows by ``model_type``. ``llama`` covers SmolLM2, Vicuna and LongChat too."""
+}  # fmt: skip
+"""All rows by ``model_type``. ``llama`` covers SmolLM2, Vicuna and LongChat too, ``gpt_neox`` Pythia."""
 
 
 def text_config(config_or_model: Any) -> PreTrainedConfig:
@@ -69,21 +109,21 @@ def text_config(config_or_model: Any) -> PreTrainedConfig:
     return config
 
 
-def family_of(config_or_model: Any, *, palu: bool = False) -> Family:
+def family_of(config_or_model: Any, *, run_time: bool = False) -> Family:
     """Return the row of a model or configuration.
 
     Args:
         config_or_model: a transformers model or its configuration.
-        palu: require that the projections can be factored, not only that the cache is understood.
+        run_time: require that run-time methods understand its cache.
 
     Raises:
         UnsupportedModelError: there is no such row; the message lists the supported families.
     """
     model_type = getattr(text_config(config_or_model), "model_type", None)
     family = FAMILIES.get(str(model_type))
-    if family is None or (palu and not family.palu):
-        supported = ", ".join(sorted(name for name, row in FAMILIES.items() if row.palu or not palu))
-        what = "Palu does not support" if palu else "kvslim has no family for"
+    if family is None or (run_time and not family.run_time):
+        supported = ", ".join(sorted(name for name, row in FAMILIES.items() if row.run_time or not run_time))
+        what = "Run-time methods do not support" if run_time else "kvslim has no family for"
         raise UnsupportedModelError(f"{what} model type {model_type!r}. Supported: {supported}.")
     return family
 
@@ -103,42 +143,6 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [getattr(layer, family_of(model).attention) for layer in decoder_layers(model)]
 
 
-def kv_projections(model: PreTrainedModel) -> list[tuple[nn.Linear, nn.Linear]]:
-    """The key and value projection of each decoder layer, in order.
-
-    Raises:
-        UnsupportedModelError: the family is unknown, or the projections are no plain linear layers with float weights
-            of their own (already compressed, quantized, adapted or shared).
-    """
-    family = family_of(model)
-    pairs = [
-        (getattr(attention, family.key, None), getattr(attention, family.value, None))
-        for attention in attention_modules(model)
-    ]
-    for layer, pair in enumerate(pairs):
-        for projection in pair:
-            _check_projection(projection, layer)
-    if len({id(projection.weight) for pair in pairs for projection in pair if projection}) < 2 * len(pairs):
-        raise UnsupportedModelError("Key or value projections share one weight, so they cannot be factored apart.")
-    return [(key, value) for key, value in pairs if key is not None and value is not None]
-
-
-def _check_projection(projection: Any, layer: int) -> None:
-    if projection is None:
-        raise UnsupportedModelError(
-            f"Layer {layer} has no key and value projections. The model is compressed already, or is fused; load the "
-            f"original model."
-        )
-    weight: Any = getattr(projection, "weight", None)
-    plain = type(projection) is nn.Linear and weight.is_floating_point() and weight.element_size() >= 2
-    if not plain or weight.is_meta:
-        raise UnsupportedModelError(
-            f"The projections of layer {layer} are {type(projection).__name__} with weights of type "
-            f"{getattr(weight, 'dtype', None)}, not plain linear layers in memory with float weights. Load the model "
-            f"without quantization (dequantize it) and merge adapters first."
-        )
-
-
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers, in order.
 
@@ -146,7 +150,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         UnsupportedModelError: the family is unknown, or the model is not built as its row says.
     """
     family = family_of(model)
-    layers = getattr(base_model_of(model), family.layers, None)
+    try:
+        layers: Any = attrgetter(family.layers)(base_model_of(model))
+    except AttributeError:
+        layers = None
     if layers is None or not all(hasattr(layer, family.attention) for layer in layers):
         raise _unlike_its_row(model, family, "decoder layers are")
     return list(layers)
@@ -175,25 +182,36 @@ def kv_shape_of(config_or_model: Any) -> KVShape:
     )
 
 
-def rotary_of(model: PreTrainedModel) -> nn.Module:
+def rotary_of(model: PreTrainedModel, *, all_layers: bool = False) -> nn.Module | None:
     """The model's own rotary embedding module, checked to rotate every position the same way for ever.
 
+    Args:
+        model: a model of a supported family.
+        all_layers: check the rotations of all layers; otherwise, where they differ by type, only those of the
+            full-attention layers.
+
+    Returns:
+        The module, or ``None`` for a family that does not rotate keys.
+
     Raises:
-        UnsupportedModelError: the family is unknown, the model is not built as its row says, or the frequencies of its
-            full-attention layers change with the sequence length.
+        UnsupportedModelError: the family is unknown, the model is not built as its row says, or frequencies change
+            with the sequence length.
     """
     family = family_of(model)
+    if family.rotary is None:
+        return None
     rotary: nn.Module | None = getattr(base_model_of(model), family.rotary, None)
     if rotary is None:
         raise _unlike_its_row(model, family, "rotary embedding is")
-    rope_type: Any = getattr(rotary, "rope_type", "default")
-    if isinstance(rope_type, dict):
-        rope_type = rope_type.get(family.rope_layers)
-    if rope_type in _MOVING_FREQUENCIES:
-        raise UnsupportedModelError(
-            f"The rope type {rope_type!r} changes its frequencies with the sequence length, so a cached key cannot be "
-            f"rotated again later. Load the model with a fixed rope type (default, linear, yarn or llama3)."
-        )
+    kinds: Any = getattr(rotary, "rope_type", "default")
+    if not isinstance(kinds, dict):
+        kinds = {family.rope_layers: kinds}
+    for layers, rope_type in kinds.items():
+        if rope_type in _MOVING_FREQUENCIES and (all_layers or layers == family.rope_layers):
+            raise UnsupportedModelError(
+                f"The rope type {rope_type!r} changes its frequencies with the sequence length, so a cached key cannot "
+                f"be rotated again later. Load the model with a fixed rope type (default, linear, yarn or llama3)."
+            )
     return rotary
 
 
@@ -205,11 +223,16 @@ def rope_from(rotary: nn.Module, layers: str | None = None) -> Rope:
         layers: the layer type, where the module keeps a rotation per type; see :class:`Family`.
 
     The module's ``attention_scaling`` (yarn) is a factor on rotated queries and keys, no part of the rotation: see
-    :func:`attention_scaling_of`.
+    :func:`scaling_from`.
     """
     live: Any = getattr(rotary, _of_type("inv_freq", layers))
     inv_freq = live.detach().float()
     return Rope(inv_freq=inv_freq, rotary_dim=2 * int(inv_freq.shape[0]))
+
+
+def scaling_from(rotary: nn.Module, layers: str | None = None) -> float:
+    """The factor on rotated queries and keys (1 except for yarn). Arguments as for :func:`rope_from`."""
+    return float(getattr(rotary, _of_type("attention_scaling", layers), 1.0))
 
 
 def _of_type(name: str, layers: str | None) -> str:
@@ -223,15 +246,29 @@ def rope_of(model: PreTrainedModel) -> Rope:
     passes through unchanged.
 
     Raises:
-        UnsupportedModelError: as :func:`rotary_of`.
+        UnsupportedModelError: as :func:`rotary_of`, or keys are not rotated.
     """
-    return rope_from(rotary_of(model), family_of(model).rope_layers)
+    return rope_from(_rotary_that_is_there(model), family_of(model).rope_layers)
 
 
 def attention_scaling_of(model: PreTrainedModel) -> float:
     """The factor on rotated queries and keys of full-attention layers (1 except for yarn)."""
-    name = _of_type("attention_scaling", family_of(model).rope_layers)
-    return float(getattr(rotary_of(model), name, 1.0))
+    return scaling_from(_rotary_that_is_there(model), family_of(model).rope_layers)
+
+
+def _rotary_that_is_there(model: PreTrainedModel) -> nn.Module:
+    rotary = rotary_of(model)
+    if rotary is None:
+        raise UnsupportedModelError(f"Model type {family_of(model).model_type!r} does not rotate its keys.")
+    return rotary
+
+
+def rope_layers_of(config_or_model: Any) -> list[str | None]:
+    """Per layer the type under which the rotary module keeps its rotation, ``None`` where all share one."""
+    config = text_config(config_or_model)
+    if family_of(config).rope_layers is None:
+        return [None] * int(config.num_hidden_layers)
+    return list(config.layer_types)
 
 
 def sliding_window_of(config_or_model: Any) -> list[int | None]:

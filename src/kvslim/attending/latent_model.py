@@ -9,8 +9,19 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from kvslim.attending import compat
-from kvslim.attending.families import attention_modules, decoder_layers, family_of, kv_projections
-from kvslim.caching.latent import LatentCache, LatentLayout
+from kvslim.attending.families import (
+    attention_modules,
+    decoder_layers,
+    family_of,
+    kv_shape_of,
+    rope_layers_of,
+    rotary_of,
+    sliding_window_of,
+)
+from kvslim.attending.latent_attention import LatentAttention, LayerPlace
+from kvslim.attending.latent_forms import LayerSize
+from kvslim.attending.projections import projections_of
+from kvslim.caching.latent import LatentCache, LatentLayout, layout_of
 from kvslim.errors import CacheStateError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -65,8 +76,31 @@ class Snapshot:
     attentions: tuple[nn.Module, ...]
 
 
-def install(model: PreTrainedModel, attentions: Sequence[nn.Module], layout: LatentLayout) -> None:
+def latent_layout(model: PreTrainedModel) -> LatentLayout:
+    """What a latent cache must know of ``model``."""
+    rotary = family_of(model).rotary is not None
+    return layout_of(kv_shape_of(model), sliding_window_of(model), rotary=rotary)
+
+
+def layer_places(model: PreTrainedModel) -> list[LayerPlace]:
+    """What each layer's latent attention takes from ``model``.
+
+    Raises:
+        UnsupportedModelError: the family is unknown, or frequencies change with the sequence length.
+    """
+    family, rotary, layout = family_of(model), rotary_of(model, all_layers=True), latent_layout(model)
+    return [LayerPlace(family, model.config, rotary, layers, layout) for layers in rope_layers_of(model)]
+
+
+def layer_size_of(model: PreTrainedModel) -> LayerSize:
+    """What the parameters of one attention layer of ``model`` depend on."""
+    shape, config = kv_shape_of(model), model.config
+    return LayerSize(int(config.hidden_size), int(config.num_attention_heads), shape.kv_heads, shape.head_dim)
+
+
+def install(model: PreTrainedModel, attentions: Sequence[LatentAttention]) -> None:
     """Put one latent attention into each decoder layer and make ``generate`` use latent caches, **in place**."""
+    layout = attentions[0].layout
     _replace(model, attentions)
     model.__class__ = _latent_class(type(model))
     model.palu_layout = layout
@@ -78,7 +112,7 @@ def snapshot(model: PreTrainedModel) -> Snapshot:
     Raises:
         UnsupportedModelError: the model is compressed already or of no supported family.
     """
-    kv_projections(model)
+    projections_of(model)
     return Snapshot(model_class=type(model), attentions=tuple(attention_modules(model)))
 
 

@@ -22,7 +22,7 @@ def compressible_layers(model: PreTrainedModel) -> tuple[KVShape, list[LayerSlot
     Raises:
         UnsupportedModelError: the model type has no row, or every layer has a sliding window.
     """
-    family_of(model)
+    family_of(model, run_time=True)
     windows = sliding_window_of(model)
     slots: list[LayerSlot] = []
     for window in windows:

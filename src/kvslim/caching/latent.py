@@ -26,10 +26,12 @@ class LatentLayout:
     Attributes:
         shape: the dense cache's shape, for comparison.
         windows: per layer the attention window in tokens, ``None`` where a layer sees everything.
+        rotary: keys are rotated, so that the position of every token has to be kept.
     """
 
     shape: KVShape
     windows: tuple[int | None, ...]
+    rotary: bool = True
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,7 @@ class LatentCache(Cache):  # type: ignore[misc,unused-ignore]
 
     def append(
         self, key_latents: Tensor, value_latents: Tensor, layer_idx: int, position_ids: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Add one layer's latents of ``n`` new tokens.
 
         Args:
@@ -295,13 +297,16 @@ class LatentCache(Cache):  # type: ignore[misc,unused-ignore]
             position_ids: ``(batch or 1, n)`` token positions; ``None`` counts on from the tokens seen.
 
         Returns:
-            Key latents, value latents and int32 positions ``(batch, t)`` of all tokens that the new ones may attend to.
+            Key latents, value latents and int32 positions ``(batch, t)`` of all tokens that the new ones may attend to;
+            ``None`` instead of positions for a model that does not rotate its keys.
 
         Raises:
             CacheStateError: the latents do not fit the cached ones.
         """
         batch, count = key_latents.shape[:2]
         start = self.layers[layer_idx].get_seq_length()
+        if not self.layout.rotary:
+            return (*super().update(key_latents, value_latents, layer_idx), None)
         if position_ids is None:
             position_ids = torch.arange(start, start + count, device=key_latents.device)[None]
         self.positions.append(start, position_ids.expand(batch, count))
@@ -325,7 +330,7 @@ class LatentCache(Cache):  # type: ignore[misc,unused-ignore]
 
     def report(self) -> LatentReport:
         """Measured bytes beside those of the same tokens uncompressed."""
-        rows = 0 if self.positions.ids is None else int(self.positions.ids.shape[0])
+        rows = next((int(layer.keys.shape[0]) for layer in self.layers if layer.keys is not None), 0)
         one = KVShape(1, self.layout.shape.kv_heads, self.layout.shape.head_dim)
         dense = sum(one.dense_bytes(rows * layer.held) for layer in self.layers)
         return LatentReport(rows=rows, tokens=self.get_seq_length(), nbytes=self.nbytes, dense_nbytes=dense)
@@ -375,11 +380,11 @@ def tokens_to_crop(request: int, length: int) -> int:
     return min(-request, length) if request <= 0 else max(length - request, 0)
 
 
-def layout_of(shape: KVShape, windows: Sequence[int | None]) -> LatentLayout:
+def layout_of(shape: KVShape, windows: Sequence[int | None], *, rotary: bool = True) -> LatentLayout:
     """Build a :class:`LatentLayout`, one window per layer."""
     if len(windows) != shape.layers:
         raise CacheStateError(f"{shape.layers} layers need as many windows, not {len(windows)}.")
-    return LatentLayout(shape=shape, windows=tuple(windows))
+    return LatentLayout(shape=shape, windows=tuple(windows), rotary=rotary)
 
 
 def _owned(tensor: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from kvslim.attending.families import kv_projections, kv_shape_of, text_config
+from kvslim.attending.families import kv_shape_of, text_config
+from kvslim.attending.projections import projections_of
 from kvslim.calibrating.grams import Progress
 from kvslim.calibrating.windows import check_windows
 from kvslim.errors import NonFiniteError
@@ -55,10 +56,11 @@ def calibrate_fisher(model: PreTrainedModel, windows: Tensor, *, progress: Progr
         NonFiniteError: a gradient is NaN or Inf; the message names the layer.
     """
     windows = check_windows(windows, text_config(model).vocab_size)
-    weights = _kv_weights(model)
+    parts = [part for each in projections_of(model) for part in (each.key, each.value)]
+    weights: list[Tensor] = [part.parameter for part in parts]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     was_training = model.training
-    squares = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    squares = [torch.zeros_like(part.weight, dtype=torch.float32) for part in parts]
     try:
         model.eval()
         for parameter, _ in required:
@@ -66,8 +68,8 @@ def calibrate_fisher(model: PreTrainedModel, windows: Tensor, *, progress: Progr
         for weight in weights:
             weight.requires_grad_(True)
         for index, window in enumerate(windows):
-            for total, gradient in zip(squares, _gradients(model, window, weights), strict=True):
-                total.add_(gradient.float().square())
+            for part, total, gradient in zip(parts, squares, _gradients(model, window, weights), strict=True):
+                total.add_(part.of(gradient).float().square())
             _require_finite(squares, index)
             if progress is not None:
                 progress(index + 1, windows.shape[0])
@@ -76,11 +78,6 @@ def calibrate_fisher(model: PreTrainedModel, windows: Tensor, *, progress: Progr
             parameter.requires_grad_(flag)
         model.train(was_training)
     return _summarise(squares, kv_shape_of(model).kv_heads, windows.shape[0])
-
-
-def _kv_weights(model: PreTrainedModel) -> list[Tensor]:
-    """Key and value weight of each layer in turn."""
-    return [projection.weight for pair in kv_projections(model) for projection in pair]
 
 
 def _gradients(model: PreTrainedModel, window: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
@@ -102,7 +99,7 @@ def _require_finite(squares: list[Tensor], window: int) -> None:
 
 
 def _summarise(squares: list[Tensor], kv_heads: int, windows: int) -> FisherStats:
-    per_head = [total.double().reshape(kv_heads, -1) for total in squares]
+    per_head = [total.double().T.reshape(kv_heads, -1) for total in squares]
     sums = torch.stack([total.sum(1).cpu() for total in per_head])
     rms = torch.stack([(total / windows).sqrt().mean(1).cpu() for total in per_head])
     return FisherStats(sum_squares=sums.view(-1, 2, kv_heads), mean_rms=rms.view(-1, 2, kv_heads), windows=windows)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kvslim.attending.families import base_model_of, kv_projections, text_config
+from kvslim.attending.families import base_model_of, text_config
+from kvslim.attending.projections import projections_of
 from kvslim.calibrating.windows import check_windows
 from kvslim.errors import NonFiniteError
 
@@ -57,7 +58,7 @@ def calibrate_grams(
         NonFiniteError: a layer's input holds NaN or Inf; the message names the layer.
     """
     windows = check_windows(windows, text_config(model).vocab_size)
-    projections = [key for key, _ in kv_projections(model)]
+    projections = [parts.key.module for parts in projections_of(model)]
     sums: list[Tensor | None] = [None] * len(projections)
 
     def watch(layer: int) -> Callable[[nn.Module, Any], None]:

@@ -15,21 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from kvslim.attending.families import (
-    FAMILIES,
-    attention_modules,
-    base_model_of,
-    family_of,
-    kv_shape_of,
-    rotary_of,
-    sliding_window_of,
-)
-from kvslim.attending.latent_attention import LatentAttention, LowRankProjection
-from kvslim.attending.latent_model import install
-from kvslim.caching.latent import layout_of
+from kvslim.attending.families import FAMILIES, attention_modules, base_model_of, family_of, kv_shape_of
+from kvslim.attending.latent_attention import LatentAttention
+from kvslim.attending.latent_forms import Forms
+from kvslim.attending.latent_model import install, layer_places
+from kvslim.attending.projections import layer_projections
 from kvslim.config import is_count
 from kvslim.errors import CheckpointError, ModelSourceError, UnsupportedModelError
 from kvslim.files import new_directory, sha256
@@ -76,6 +68,7 @@ def write_latent_model(
             "version": FORMAT_VERSION,
             "base_config": _of_the_model(json.loads(model.config.to_json_string(use_diff=False))),
             "ranks": [[list(a.k_latent.ranks), list(a.v_latent.ranks)] for a in _latent_modules(model)],
+            "forms": [[a.forms.key, a.forms.value] for a in _latent_modules(model)],
             "weights_sha256": sha256(aside / _WEIGHTS),
             "about": about,
         }
@@ -141,7 +134,7 @@ def _read_description(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} has format version {version}; this kvslim reads up to {FORMAT_VERSION}. Update kvslim."
         )
-    wanted = {"format", "base_config", "ranks", "weights_sha256", "about"}
+    wanted = {"format", "base_config", "ranks", "forms", "weights_sha256", "about"}
     if wanted - set(description):
         raise CheckpointError(f"{path} lacks {', '.join(sorted(wanted - set(description)))}.")
     if description["format"] != MODEL_TYPE:
@@ -190,45 +183,29 @@ def _skeleton(description: dict[str, Any]) -> PreTrainedModel:
     """The model without weights: everything on the meta device but the rotary frequencies."""
     fields = dict(description["base_config"])
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    family = family_of(config, palu=True)
+    family = family_of(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     base: Any = base_model_of(model)
-    rotary: Any = type(getattr(base, family.rotary))(config=config)
-    setattr(base, family.rotary, rotary)
-    rotary_of(model)  # refuses frequencies that move
+    if family.rotary is not None:
+        setattr(base, family.rotary, type(getattr(base, family.rotary))(config=config))
     shape = kv_shape_of(config)
-    layout = layout_of(shape, sliding_window_of(config))
-    pairs = zip(attention_modules(model), description["ranks"], strict=True)
-    features = shape.kv_heads * shape.head_dim
-    attentions = [
-        LatentAttention(
-            original,
-            family,
-            rotary,
-            _empty_projection(getattr(original, family.key), key_ranks, features),
-            _empty_projection(getattr(original, family.value), value_ranks, features),
-            layout,
-        )
-        for original, (key_ranks, value_ranks) in pairs
-    ]
-    install(model, attentions, layout)
+    attentions = []
+    layers = zip(attention_modules(model), layer_places(model), description["ranks"], description["forms"], strict=True)
+    for original, place, (key_ranks, value_ranks), forms in layers:
+        for ranks in (key_ranks, value_ranks):
+            _check_ranks(ranks, shape.kv_heads, shape.head_dim)
+        parts = layer_projections(model, original)
+        attentions.append(LatentAttention(original, place, parts, key_ranks, value_ranks, Forms(*forms)))
+    install(model, attentions)
     return model
 
 
-def _empty_projection(original: nn.Linear, ranks: list[int], features: int) -> LowRankProjection:
-    """A projection of the stored ranks on the meta device; ranks that no writer makes are refused."""
-    group = features // len(ranks)
-    if features % len(ranks) or any(rank > group for rank in ranks):
-        raise ValueError(f"ranks {ranks} do not fit {features} features")
-    return LowRankProjection(
-        original.in_features,
-        ranks,
-        group,
-        bias=original.bias is not None,
-        dtype=original.weight.dtype,
-        device=torch.device("meta"),
-    )
+def _check_ranks(ranks: list[int], kv_heads: int, head_dim: int) -> None:
+    """Refuse ranks that no writer makes."""
+    features = kv_heads * head_dim
+    if kv_heads % len(ranks) or any(rank > features // len(ranks) for rank in ranks):
+        raise ValueError(f"ranks {ranks} do not fit {kv_heads} heads of {head_dim} features")
 
 
 def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:

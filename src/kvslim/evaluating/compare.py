@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvslim.attending.families import attention_modules
 from kvslim.attending.latent_model import LatentModelMixin, install
-from kvslim.caching.latent import LatentCache, LatentLayout
+from kvslim.caching.latent import LatentCache
 from kvslim.calibrating.fisher import FISHER_LENGTH, calibrate_fisher
 from kvslim.calibrating.grams import calibrate_grams
 from kvslim.errors import CalibrationError, UnsupportedModelError
@@ -83,15 +83,14 @@ class MethodResult:
 class PaluVariant:
     """The parts of a Palu-compressed model that differ from the original; swapped in for as long as they are used."""
 
-    attentions: tuple[nn.Module, ...]
-    layout: LatentLayout
+    attentions: tuple[Any, ...]
     report: PaluReport
 
     @contextmanager
     def on(self, model: PreTrainedModel) -> Iterator[None]:
         """Make ``model`` the compressed one inside the ``with``; it is the original again afterwards."""
         saved = snapshot(model)
-        install(model, self.attentions, self.layout)
+        install(model, self.attentions)
         try:
             yield
         finally:
@@ -133,7 +132,7 @@ def palu_variants(
     for done, method in enumerate(wanted):
         saved = snapshot(model)
         compress_with(model, method.config, grams=grams, fisher=fisher)
-        variants[method.name] = PaluVariant(tuple(attention_modules(model)), model.palu_layout, model.palu)
+        variants[method.name] = PaluVariant(tuple(attention_modules(model)), model.palu)
         restore(model, saved)
         if progress is not None:
             progress("factoring the projections for Palu", done + 1, len(wanted))

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvslim.attending.compat import cache_keyword
-from kvslim.attending.families import attention_modules, attention_scaling_of, rope_of, sliding_window_of
+from kvslim.attending.families import attention_modules, sliding_window_of
 from kvslim.caching.block import storage_bytes
 from kvslim.caching.compressed import CompressedCache
 from kvslim.caching.latent import LatentCache
@@ -259,13 +259,10 @@ def seen_by_attention(model: PreTrainedModel, cache: Cache, layer: int) -> tuple
     if not isinstance(cache, LatentCache):
         return held.keys, held.values
     attention: Any = attention_modules(model)[layer]
-    keys, values = (
-        projection.rebuild(latents.to(projection.down.weight.dtype)).unflatten(-1, (-1, attention.head_dim))
-        for projection, latents in ((attention.k_latent, held.keys), (attention.v_latent, held.values))
-    )
-    places = cache.positions.last(held.held)[:, None]
-    rotated = rope_of(model).rotate(keys.transpose(1, 2), places) * attention_scaling_of(model)
-    return rotated, values.transpose(1, 2)
+    dtype = attention.k_latent.down.weight.dtype
+    positions = cache.positions.last(held.held) if cache.layout.rotary else None
+    keys, values = attention.dense(held.keys.to(dtype), held.values.to(dtype), positions)
+    return keys, values
 
 
 @torch.no_grad()

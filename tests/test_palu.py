@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, PreTrainedModel, StaticCache
+from transformers import AutoModelForCausalLM, CodeGenConfig, DynamicCache, PreTrainedModel, StaticCache
 
 from kvslim import palu
 from kvslim.caching.latent import LatentCache
@@ -450,10 +450,9 @@ def test_broken_weights_and_activations_name_the_layer(make_tiny: Any) -> None:
 
 
 def test_unsupported_models(make_tiny: Any) -> None:
-    config = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=128)
-    fails(
-        AutoModelForCausalLM.from_config(config), UnsupportedModelError, "'gpt2'.*llama, mistral", PaluConfig(), WINDOWS
-    )
+    config = CodeGenConfig(n_layer=1, n_head=4, n_embd=16, rotary_dim=2, vocab_size=128)
+    other = AutoModelForCausalLM.from_config(config)
+    fails(other, UnsupportedModelError, "'codegen'.*bloom.*llama, mistral", PaluConfig(), WINDOWS)
     model = build(make_tiny, {})
     fails(model.model, UnsupportedModelError, "not the bare LlamaModel", PaluConfig(), WINDOWS)
     slim = compressed(model)

@@ -120,7 +120,7 @@ def test_full_rank_gives_the_models_own_logits(kind: str, fusion: str, group_siz
     torch.testing.assert_close(ours, own, atol=1e-3, rtol=0)
     assert (own - own.roll(1, 0)).abs().max() > 0.1  # the tokens do differ
     if fusion == "fold":
-        assert not slim.palu.forms[0][1] == "rebuild"
+        assert slim.palu.forms[0][1] != "rebuild"
 
 
 @pytest.mark.parametrize(("kind", "fusion"), CASES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    CodeGenConfig,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -73,14 +74,18 @@ def test_head_dim_comes_from_the_config_not_from_hidden_size() -> None:
 
 
 def test_unknown_family_lists_the_known_ones() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"gpt2.*gemma3_text, llama, mistral, qwen2, qwen3"):
-        family_of(GPT2Config())
+    with pytest.raises(
+        UnsupportedModelError, match=r"codegen.*bloom, gemma3_text, gpt2, gpt_neox, llama, mistral, mpt"
+    ):
+        family_of(CodeGenConfig())
 
 
-def test_palu_refuses_cache_only_rows() -> None:
-    family_of(Qwen2Config(**SMALL))
-    with pytest.raises(UnsupportedModelError, match=r"qwen2.*Supported: llama, mistral"):
-        family_of(Qwen2Config(**SMALL), palu=True)
+def test_run_time_methods_refuse_rows_for_palu_only() -> None:
+    family_of(GPT2Config())
+    with pytest.raises(UnsupportedModelError, match=r"gpt2.*Supported: gemma3_text, llama, mistral, qwen2, qwen3\."):
+        family_of(GPT2Config(), run_time=True)
+    with pytest.raises(UnsupportedModelError, match="Run-time methods do not support"):
+        JoltCache(AutoModelForCausalLM.from_config(GPT2Config(n_embd=16, n_layer=1, n_head=2)), ratio=2)
 
 
 def test_length_dependent_frequencies_are_refused() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -131,7 +131,8 @@ def palu_variants(
     variants = {}
     for done, method in enumerate(wanted):
         saved = snapshot(model)
-        compress_with(model, method.config, grams=grams, fisher=fisher)
+        # Factors are applied, not folded, so that keys and values can be compared; the function is the same.
+        compress_with(model, replace(method.config, fusion="apply"), grams=grams, fisher=fisher)
         variants[method.name] = PaluVariant(tuple(attention_modules(model)), model.palu)
         restore(model, saved)
         if progress is not None:
@@ -239,7 +240,7 @@ def _measure(
         return score_cache(model, method.make_cache(model), reference, config)
     variant = variants[method.name]
     with variant.on(model):
-        return score_palu(model, LatentCache(variant.layout), reference, config)
+        return score_palu(model, LatentCache(variant.attentions[0].layout), reference, config)
 
 
 def _pool(method: Method, scored: list[Scored], tokens: int, variant: PaluVariant | None) -> MethodResult:

@@ -202,10 +202,7 @@ def _jolt(name: str, found: re.Match[str], options: list[str]) -> Method:
 
 
 def _palu(name: str, found: re.Match[str], options: list[str]) -> Method:
-    # The factors are applied, not folded, so that keys and values can be compared with the uncompressed ones; the
-    # function is the same.
-    settings = _options(name, options, _PALU_OPTIONS)
-    return Palu(name, PaluConfig(rate=float(found[1]) / 100, fusion="apply", **settings))
+    return Palu(name, PaluConfig(rate=float(found[1]) / 100, **_options(name, options, _PALU_OPTIONS)))
 
 
 _NUMBER = r"(\d+(?:\.\d+)?)"

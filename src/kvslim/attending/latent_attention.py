@@ -257,7 +257,8 @@ class LatentAttention(nn.Module):
 
     def _heads(self, flat: Tensor) -> Tensor:
         """``(batch, t, heads * head_dim)`` to ``(batch, heads, t, head_dim)``."""
-        return flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads: Tensor = flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
 
     def _clipped(self, flat: Tensor) -> Tensor:
         return flat if self.clip is None else flat.clamp(-self.clip, self.clip)

@@ -19,7 +19,8 @@ class LowRankProjection(nn.Module):
         kv_heads: KV heads of all groups together.
         head_dim: features per head.
         bias: whether a bias is added after reconstruction.
-        up: keep the second factor. Without it the latents are all that there is: it is folded into another weight.
+        up: keep the second factor, the groups' rows one below the other: ``(summed ranks, group features)``. Without
+            it the latents are all that there is: it is folded into another weight.
         dtype: of all parameters.
         device: of all parameters.
     """
@@ -40,18 +41,17 @@ class LowRankProjection(nn.Module):
         self.ranks = tuple(ranks)
         self.kv_heads, self.head_dim = kv_heads, head_dim
         features = kv_heads * head_dim // len(ranks)
+        empty = torch.empty(sum(ranks), features, dtype=dtype, device=device)
         self.down = nn.Linear(in_features, sum(ranks), bias=False, dtype=dtype, device=device)
-        self.up = nn.ParameterList(
-            torch.empty(rank, features, dtype=dtype, device=device) for rank in (ranks if up else ())
-        )
+        self.up = nn.Parameter(empty) if up else None
         self.bias = nn.Parameter(torch.empty(kv_heads * head_dim, dtype=dtype, device=device)) if bias else None
 
     @torch.no_grad()
     def fill(self, factors: Sequence[LowRankFactors], bias: Tensor | None = None) -> None:
         """Take over the factors of each group and the original bias."""
         self.down.weight.copy_(torch.cat([group.a for group in factors], dim=1).T)
-        for parameter, group in zip(self.up, factors, strict=False):  # none, where the second factor is folded
-            parameter.copy_(group.b)
+        if self.up is not None:
+            self.up.copy_(torch.cat([group.b for group in factors], dim=0))
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
 
@@ -73,8 +73,13 @@ class LowRankProjection(nn.Module):
     def rebuild(self, latents: Tensor) -> Tensor:
         """Keys or values ``(..., all heads' features)`` from latents ``(..., summed ranks)``."""
         parts = torch.split(latents, list(self.ranks), dim=-1)
-        full = torch.cat([part @ up for part, up in zip(parts, self.up, strict=True)], dim=-1)
+        full = torch.cat([part @ up for part, up in zip(parts, self._ups(), strict=True)], dim=-1)
         return full if self.bias is None else full + self.bias
+
+    def _ups(self) -> tuple[Tensor, ...]:
+        """The second factor of each group, ``(rank, group features)``."""
+        assert self.up is not None, "the second factor is folded into another weight"
+        return torch.split(self.up, list(self.ranks))
 
     def by_head(self, latents: Tensor) -> Tensor:
         """Latents ``(batch, t, summed ranks)`` as every KV head reads them: ``(batch, kv_heads, t, width)``.
@@ -91,7 +96,7 @@ class LowRankProjection(nn.Module):
         """The second factor of every KV head, ``(kv_heads, width, head_dim)``, zeros below the rank of its group."""
         heads = [
             nn.functional.pad(up.unflatten(1, (-1, self.head_dim)), (0, 0, 0, 0, 0, self.width - up.shape[0]))
-            for up in self.up
+            for up in self._ups()
         ]
         return (heads[0] if len(heads) == 1 else torch.cat(heads, dim=1)).transpose(0, 1)
 
@@ -133,7 +138,8 @@ def pad_groups(flat: Tensor, ranks: Sequence[int]) -> Tensor:
     """``(..., summed ranks)`` as ``(..., groups, largest rank)``, zeros behind shorter groups."""
     width = max(ranks)
     if min(ranks) == width:
-        return flat.unflatten(-1, (len(ranks), width))
+        groups: Tensor = flat.unflatten(-1, (len(ranks), width))
+        return groups
     parts = torch.split(flat, list(ranks), dim=-1)
     return torch.stack([nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts], dim=-2)
 

@@ -40,6 +40,51 @@ def test_fisher_squares_the_gradients_of_the_next_token_loss(tiny_llama: PreTrai
     assert stats.windows == 3
 
 
+def test_output_gradients_are_those_of_the_summed_loss(tiny_llama: PreTrainedModel) -> None:
+    stats = calibrate_fisher(tiny_llama, WINDOWS)
+    kept: list[torch.Tensor] = []
+    projection = tiny_llama.model.layers[1].self_attn.k_proj
+    handle = projection.register_forward_hook(lambda module, args, output: kept.append(output))
+    logits = tiny_llama(input_ids=WINDOWS).logits[:, :-1].flatten(0, 1)
+    handle.remove()
+    loss = torch.nn.functional.cross_entropy(logits, WINDOWS[:, 1:].flatten(), reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, kept)
+    rows = gradient.flatten(0, 1).double()
+    assert stats.output_grams is not None
+    assert [gram.dtype for gram in stats.output_grams] == [torch.float64] * 2
+    torch.testing.assert_close(stats.output_grams[1][0], rows.T @ rows, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(stats.output_squares[1, 0], rows.square().sum(0).view(2, 16).sum(1), rtol=1e-4, atol=0)
+    traces = torch.stack([gram.diagonal(dim1=1, dim2=2).reshape(2, 2, 16).sum(-1) for gram in stats.output_grams])
+    torch.testing.assert_close(stats.output_squares, traces, rtol=1e-4, atol=0)
+    assert stats.tokens == 60
+    assert calibrate_fisher(tiny_llama, WINDOWS, output_grams=False).output_grams is None
+
+
+def test_output_gradients_foretell_the_loss(tiny_llama: PreTrainedModel) -> None:
+    """A small error in one token's values changes the summed loss by its product with the gradient: E[(g·e)²]."""
+    stats = calibrate_fisher(tiny_llama, WINDOWS[:1])
+    projection = tiny_llama.model.layers[0].self_attn.v_proj
+    generator = torch.Generator().manual_seed(3)
+    error = torch.randn(32, generator=generator) * 1e-2
+    changes = []
+
+    @torch.no_grad()
+    def summed_loss() -> float:
+        logits = tiny_llama.double()(input_ids=WINDOWS[:1]).logits[0, :-1]
+        return float(torch.nn.functional.cross_entropy(logits, WINDOWS[0, 1:], reduction="sum"))
+
+    own = summed_loss()
+    for token in range(20):
+        shift = torch.zeros(1, 20, 32, dtype=torch.float64)
+        shift[0, token] = error
+        handle = projection.register_forward_hook(lambda module, args, output, shift=shift: output + shift)
+        changes.append(summed_loss() - own)
+        handle.remove()
+    assert stats.output_grams is not None
+    expected = float(error.double() @ stats.output_grams[0][1] @ error.double())
+    assert sum(change**2 for change in changes) == pytest.approx(expected, rel=0.05)
+
+
 def test_the_model_is_left_as_it_was(tiny_llama: PreTrainedModel) -> None:
     tiny_llama.train()
     tiny_llama.lm_head.weight.requires_grad_(False)
@@ -51,7 +96,7 @@ def test_the_model_is_left_as_it_was(tiny_llama: PreTrainedModel) -> None:
     assert tiny_llama.training
     assert [p.requires_grad for p in tiny_llama.parameters()] == before
     assert all(p.grad is None for p in tiny_llama.parameters())
-    assert not any(m._forward_pre_hooks for m in tiny_llama.modules())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in tiny_llama.modules())
 
 
 def test_broken_weights_name_the_layer_and_leave_no_hooks(tiny_llama: PreTrainedModel) -> None:
@@ -61,7 +106,7 @@ def test_broken_weights_name_the_layer_and_leave_no_hooks(tiny_llama: PreTrained
         calibrate_grams(tiny_llama, WINDOWS)
     with pytest.raises(NonFiniteError, match="projection of layer 0"):
         calibrate_fisher(tiny_llama, WINDOWS)
-    assert not any(m._forward_pre_hooks for m in tiny_llama.modules())
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in tiny_llama.modules())
     assert all(p.requires_grad for p in tiny_llama.parameters())
 
 

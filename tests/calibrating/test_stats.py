@@ -41,7 +41,7 @@ def test_fisher_squares_the_gradients_of_the_next_token_loss(tiny_llama: PreTrai
 
 
 def test_output_gradients_are_those_of_the_summed_loss(tiny_llama: PreTrainedModel) -> None:
-    stats = calibrate_fisher(tiny_llama, WINDOWS)
+    stats = calibrate_fisher(tiny_llama, WINDOWS, output_grams=True)
     kept: list[torch.Tensor] = []
     projection = tiny_llama.model.layers[1].self_attn.k_proj
     handle = projection.register_forward_hook(lambda module, args, output: kept.append(output))
@@ -57,12 +57,12 @@ def test_output_gradients_are_those_of_the_summed_loss(tiny_llama: PreTrainedMod
     traces = torch.stack([gram.diagonal(dim1=1, dim2=2).reshape(2, 2, 16).sum(-1) for gram in stats.output_grams])
     torch.testing.assert_close(stats.output_squares, traces, rtol=1e-4, atol=0)
     assert stats.tokens == 60
-    assert calibrate_fisher(tiny_llama, WINDOWS, output_grams=False).output_grams is None
+    assert calibrate_fisher(tiny_llama, WINDOWS).output_grams is None
 
 
 def test_output_gradients_foretell_the_loss(tiny_llama: PreTrainedModel) -> None:
     """A small error in one token's values changes the summed loss by its product with the gradient: E[(g·e)²]."""
-    stats = calibrate_fisher(tiny_llama, WINDOWS[:1])
+    stats = calibrate_fisher(tiny_llama, WINDOWS[:1], output_grams=True)
     projection = tiny_llama.model.layers[0].self_attn.v_proj
     generator = torch.Generator().manual_seed(3)
     error = torch.randn(32, generator=generator) * 1e-2

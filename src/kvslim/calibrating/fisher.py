@@ -55,7 +55,7 @@ class FisherStats:
 
 
 def calibrate_fisher(
-    model: PreTrainedModel, windows: Tensor, *, output_grams: bool = True, progress: Progress | None = None
+    model: PreTrainedModel, windows: Tensor, *, output_grams: bool = False, progress: Progress | None = None
 ) -> FisherStats:
     """Square and sum the gradients of the next-token loss for every key and value weight, one window at a time.
 

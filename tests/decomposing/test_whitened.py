@@ -106,14 +106,14 @@ def test_bad_gram_matrices() -> None:
 def test_loss_aware_equals_the_svd_whitened_on_both_sides(rank: int) -> None:
     x, w, g = correlated(300, 24), weight(24, 16), correlated(200, 16, seed=2)
     gram, outputs = x.T @ x, g.T @ g
-    damped = outputs + 0.01 * outputs.diagonal().mean() * torch.eye(16, dtype=torch.float64)
+    damped = outputs + 0.1 * outputs.diagonal().mean() * torch.eye(16, dtype=torch.float64)
     left, right = torch.linalg.cholesky(gram), torch.linalg.cholesky(damped)
     u, sigma, vh = torch.linalg.svd(left.T @ w @ right, full_matrices=False)
     inner = u[:, :rank] * sigma[:rank] @ vh[:rank]
     reference = torch.linalg.solve(left.T, inner) @ torch.linalg.inv(right)
     decomposition = loss_aware_svd(w, gram, outputs)
     factors = decomposition.truncate(rank)
-    torch.testing.assert_close(factors.a @ factors.b, reference, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(factors.a @ factors.b, reference, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(decomposition.singular_values, sigma, atol=1e-6, rtol=1e-6)
     cost = ((x @ (w - factors.a @ factors.b)) @ right).square().sum()
     torch.testing.assert_close(decomposition.singular_values[rank:].square().sum(), cost, rtol=1e-6, atol=1e-6)

@@ -1,10 +1,11 @@
 """Fisher information of the key and value projections (Palu, Sec. 3.3), and of what they put out.
 
-Two questions to one backward pass per window. How does the loss depend on the *weights* of a projection: the paper's
-score. And how does it depend on its *outputs*, the keys before rotation or the values of each token: with ``g`` the
-gradient of a window's summed loss by one token's output, an error ``e`` in it changes the loss by ``gᵀ e`` to first
-order, so ``E[(gᵀ e)²] = eᵀ E[g gᵀ] e`` is what the error costs. Its trace per feature is the cost of error that lies in
-no special direction.
+Two questions to one forward pass per window. How does the loss depend on the *weights* of a projection: the paper's
+score. And how do the model's predictions depend on its *outputs*, the keys before rotation or the values of each token.
+For the latter the next tokens are drawn from the predictions, as the Fisher information is defined: with ``g`` the
+gradient of a window's summed loss by one token's output, ``F = E[g gᵀ]``, and a small error ``e`` in that output moves
+the predictions by a KL divergence of ``½ eᵀ F e``. The mean diagonal of ``F`` is the cost of error in no special
+direction. With the text's own next tokens instead, what the model cannot predict anyway counts too much.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 FISHER_LENGTH = 1024
 """Tokens of each calibration window that the Fisher pass uses (Palu, Sec. 4)."""
 
+_SEED = 0
+"""Of the drawn next tokens, so that equal calls give equal statistics."""
+
 
 @dataclass(frozen=True)
 class FisherStats:
@@ -39,8 +43,8 @@ class FisherStats:
         mean_rms: ``(layers, 2, kv_heads)`` float64. The root mean square over windows of each weight's gradient,
             averaged over the weights of a head: the score of the public implementation, for comparison.
         windows: how many windows (one gradient each) were used.
-        output_squares: ``(layers, 2, kv_heads)`` float64. The squared gradient of a window's summed loss by the outputs
-            of a head, summed over its features and over all tokens.
+        output_squares: ``(layers, 2, kv_heads)`` float64. The squared gradient by the outputs of a head, of the summed
+            loss with drawn next tokens, summed over its features and over all tokens.
         output_grams: per layer ``(2, features, features)`` float64, the sum over all tokens of ``g gᵀ`` with ``g`` that
             gradient for all heads; ``None`` unless asked for.
         tokens: how many tokens the two were summed over.
@@ -60,8 +64,9 @@ def calibrate_fisher(
     """Square and sum the gradients of the next-token loss for every key and value weight, one window at a time.
 
     Only those weights take gradients; each window's loss is the mean over its positions, position ``t`` predicting
-    token ``t + 1``. The gradients by the outputs come from the same pass, multiplied by the number of positions: an
-    error in one token's output is felt by the sum, not the mean. The model is left as it was, also after an error.
+    token ``t + 1``. The gradients by the outputs come from a second backward pass, with next tokens drawn from the
+    predictions by a fixed seed, of the sum over positions: an error in one token's output is felt by the sum, not the
+    mean. The model is left as it was, also after an error.
 
     Args:
         model: an uncompressed model with a language-model head.
@@ -81,6 +86,7 @@ def calibrate_fisher(
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     was_training = model.training
     sums = _Sums(weights, kv_shape_of(model).kv_heads, output_grams)
+    generator = torch.Generator().manual_seed(_SEED)
     outputs: dict[int, Tensor] = {}
     handles = [projection.register_forward_hook(_keep(outputs, i)) for i, projection in enumerate(projections)]
     try:
@@ -90,7 +96,7 @@ def calibrate_fisher(
         for weight in weights:
             weight.requires_grad_(True)
         for index, window in enumerate(windows):
-            sums.add(*_gradients(model, window, weights, outputs))
+            sums.add(*_gradients(model, window, weights, outputs, generator))
             _require_finite(sums.weights, index)
             if progress is not None:
                 progress(index + 1, windows.shape[0])
@@ -149,17 +155,29 @@ def _keep(outputs: dict[int, Tensor], index: int) -> Callable[[nn.Module, Any, T
 
 
 def _gradients(
-    model: PreTrainedModel, window: Tensor, weights: list[Tensor], outputs: dict[int, Tensor]
+    model: PreTrainedModel,
+    window: Tensor,
+    weights: list[Tensor],
+    outputs: dict[int, Tensor],
+    generator: torch.Generator,
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Of one window's mean loss by the weights, and of its summed loss by the outputs the hooks have kept."""
+    """By the weights, of one window's mean loss; by the outputs the hooks have kept, of the sum with drawn tokens."""
     ids = window.to(model.device)
     with torch.enable_grad():
-        logits = model(input_ids=ids[None], use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits[0, :-1].float(), ids[1:].to(logits.device))
-        found = torch.autograd.grad(loss, [*weights, *(outputs[i] for i in range(len(weights)))])
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+        loss = nn.functional.cross_entropy(logits, ids[1:].to(logits.device))
+        by_weights = torch.autograd.grad(loss, weights, retain_graph=True)
+        drawn = nn.functional.cross_entropy(logits, _draw(logits.detach(), generator), reduction="sum")
+        by_outputs = torch.autograd.grad(drawn, [outputs[index] for index in range(len(weights))])
     outputs.clear()
-    positions = len(ids) - 1
-    return found[: len(weights)], [gradient[0].float() * positions for gradient in found[len(weights) :]]
+    return by_weights, [gradient[0].float() for gradient in by_outputs]
+
+
+def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
+    """One token for each of ``(positions, vocabulary)`` logits; the same on every device, up to rounding."""
+    cumulative = logits.softmax(-1).cumsum(-1)
+    chance = torch.rand(len(logits), 1, generator=generator).to(cumulative.device)
+    return torch.searchsorted(cumulative, chance)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
 def _require_finite(squares: list[Tensor], window: int) -> None:

@@ -69,29 +69,30 @@ def test_tokens_are_drawn_from_the_predictions() -> None:
     torch.testing.assert_close(drawn.bincount(minlength=4) / 20000, shares, atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("kind", [0, 1])
-def test_output_gradients_foretell_the_divergence(tiny_llama: PreTrainedModel, kind: int) -> None:
+def test_output_gradients_foretell_the_divergence(tiny_llama: PreTrainedModel) -> None:
     """A small error in one token's keys or values costs ½ eᵀ F e, here summed over the tokens that have it in turn."""
-    draws = 300
-    stats = calibrate_fisher(tiny_llama, WINDOWS[:1].repeat(draws, 1), output_grams=True)
-    attention = tiny_llama.model.layers[0].self_attn
-    projection = (attention.k_proj, attention.v_proj)[kind]
+    draws = 100
+    window = WINDOWS[:1, :10]
+    stats = calibrate_fisher(tiny_llama, window.repeat(draws, 1), output_grams=True)
+    attention = tiny_llama.double().model.layers[0].self_attn
     error = torch.randn(32, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 1e-2
 
     @torch.no_grad()
     def predictions() -> torch.Tensor:
-        return tiny_llama.double()(input_ids=WINDOWS[:1]).logits[0, :-1].log_softmax(-1)
+        return tiny_llama(input_ids=window).logits[0, :-1].log_softmax(-1)
 
-    own, divergence = predictions(), 0.0
-    for token in range(20):
-        shift = torch.zeros(1, 20, 32, dtype=torch.float64)
-        shift[0, token] = error
-        handle = projection.register_forward_hook(lambda module, args, output, shift=shift: output + shift)
-        divergence += float((own.exp() * (own - predictions())).sum())
-        handle.remove()
-    assert stats.output_grams is not None
-    expected = float(error @ stats.output_grams[0][kind] @ error) / draws / 2
-    assert divergence == pytest.approx(expected, rel=0.1)
+    own = predictions()
+    for kind, projection in enumerate((attention.k_proj, attention.v_proj)):
+        divergence = 0.0
+        for token in range(10):
+            shift = torch.zeros(1, 10, 32, dtype=torch.float64)
+            shift[0, token] = error
+            handle = projection.register_forward_hook(lambda module, args, output, shift=shift: output + shift)
+            divergence += float((own.exp() * (own - predictions())).sum())
+            handle.remove()
+        assert stats.output_grams is not None
+        expected = float(error @ stats.output_grams[0][kind] @ error) / draws / 2
+        assert divergence == pytest.approx(expected, rel=0.15)
 
 
 def test_the_model_is_left_as_it_was(tiny_llama: PreTrainedModel) -> None:

@@ -220,7 +220,9 @@ _FORMS = (
         _jolt,
     ),
     _Form(
-        re.compile(f"palu-{_NUMBER}"), "palu-30, palu-50:spectral, palu-30:gs1, palu-30:svd (percent removed)", _palu
+        re.compile(f"palu-{_NUMBER}"),
+        "palu-30, palu-50:spectral:loss-aware, palu-30:gs1, palu-30:svd (percent removed)",
+        _palu,
     ),
 )
 

@@ -316,7 +316,8 @@ def _group_energies(
     if grams is None:
         raise CalibrationError("ranks='spectral' needs grams=calibrate_grams(model, windows).")
     found = []
-    for pair, (gram, outputs) in zip(kv_projections(model), _metrics(model, config, grams, fisher), strict=True):
+    metrics = _metrics(model, config, grams, fisher)
+    for pair, gram, (_, outputs) in zip(kv_projections(model), grams.grams, metrics, strict=True):
         for projection, output_gram in zip(pair, outputs, strict=True):
             for weight, metric in _groups(projection, groups, output_gram):
                 found.append(output_energies(weight, gram, metric).tolist())

@@ -94,6 +94,8 @@ def plot_ranks(plans: Mapping[str, PaluPlan], path: Path, title: str) -> None:
     Raises:
         ConfigError: there is no plan to draw, or the file cannot be written.
     """
+    from matplotlib.ticker import MaxNLocator
+
     if not plans:
         raise ConfigError("There are no ranks to plot. Compress a model first.")
     figure, panels = new_figure(4.5 * len(plans) + 0.5, 3.5, len(plans))
@@ -104,7 +106,7 @@ def plot_ranks(plans: Mapping[str, PaluPlan], path: Path, title: str) -> None:
             axes.bar(places, shares, width=0.4, color=COLOURS[side], label=kind)
         axes.axhline(plan.kept, color="grey", linestyle=":", label=f"all together: {plan.kept:.1%}")
         axes.set_ylim(0, 1)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("layer")
         axes.set_title(name, fontsize=9)
     panels[0].set_ylabel("latent channels kept, share of full rank")

@@ -7,8 +7,10 @@ exponential of the mean loss over all predictions. One calibration serves all ro
 of 2048 tokens, Fisher information from up to 256 of 1024; short texts give fewer, and the output says how many.
 
 The rows repeat those measured with the public implementation, at the rank it kept (its rounding to 32 misses the
-request), plus the plain 30, 50 and 70 % of every group size. Needs torch, transformers, safetensors and numpy; works
-offline, on CUDA if present.
+request), plus the plain 30, 50 and 70 % of every group size. ``--table 1``, ``8`` or ``10`` measures only what repeats
+that table of the paper with this model's group sizes. ``--print FILE.json`` writes the tables of a file again and
+``--plot ranks.png`` draws the ranks per layer. Every row is written as it is measured, and ``--resume`` goes on where a
+run was cut short. Needs torch, transformers, safetensors and numpy; works offline, on CUDA if present.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from palu_rows import RULES, Row, all_rows, markdown, same_row, table_rows
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -40,68 +43,10 @@ from kvslim.calibrating.fisher import calibrate_fisher
 from kvslim.calibrating.grams import calibrate_grams
 from kvslim.calibrating.windows import windows_from_texts
 from kvslim.errors import CalibrationError, ConfigError
+from kvslim.evaluating.plots import plot_ranks
+from kvslim.files import write_atomically
 
 LENGTH, FISHER_LENGTH, SLICE = 2048, 1024, 256
-
-
-@dataclass(frozen=True)
-class Row:
-    """One configuration; ``public`` is the public implementation's perplexity at this kept rank, if measured.
-
-    ``multiple`` is 32 where the public code rounded ranks to 32, which also keeps at least 32 in every group.
-    """
-
-    group_size: int
-    ranks: str
-    kept: float
-    decomposition: str = "whitened"
-    public: float | None = None
-    multiple: int = 1
-    floor: float = palu.PaluConfig.rank_floor
-
-
-def rows_for(kv_heads: int, windows: str) -> list[Row]:
-    """The rows measured with the public implementation for this model, then 30/50/70 % of every group size."""
-    measured: list[Row] = []
-    if kv_heads == 3 and windows == "all":
-        measured = [
-            Row(3, "uniform", 0.667, public=27.63),
-            Row(3, "uniform", 0.50, public=31.20),
-            Row(3, "fisher-rms", 0.697, public=24.68, multiple=32),
-            Row(3, "fisher-rms", 0.50, public=31.83, multiple=32),
-            Row(3, "fisher", 0.697),
-            *(Row(3, "fisher", kept, floor=0.0) for kept in (0.70, 0.50)),  # the paper to the letter
-        ]
-    elif kv_heads == 3:
-        measured = [
-            Row(3, "fisher-rms", 0.697, public=23.92, multiple=32),
-            Row(3, "fisher-rms", 0.697, "svd", public=75.2, multiple=32),
-            Row(1, "fisher-rms", 0.733, public=28.12, multiple=32),
-            Row(1, "uniform", 0.50, public=48.8),
-            Row(1, "fisher-rms", 0.603, public=36.5, multiple=32),
-            Row(1, "fisher", 0.603),
-        ]
-    elif kv_heads == 8:
-        uniform = [(8, 0.688, 24.67), (8, 0.50, 24.76), (4, 0.699, 24.73), (4, 0.50, 24.98), (2, 0.75, 24.80),
-                   (2, 0.50, 25.55), (1, 0.703, 25.17), (1, 0.50, 26.40)]  # fmt: skip
-        fisher = [(8, 0.699, 24.67), (8, 0.504, 24.74), (4, 0.702, 24.71), (4, 0.50, 24.92), (2, 0.691, 24.82),
-                  (2, 0.516, 25.16), (1, 0.707, 24.86)]  # fmt: skip
-        measured = [Row(size, "uniform", kept, public=ppl) for size, kept, ppl in uniform]
-        measured += [Row(size, "fisher-rms", kept, public=ppl) for size, kept, ppl in fisher]
-        measured.append(Row(4, "fisher-rms", 0.711, "svd", public=24.75, multiple=32))
-    sizes = [size for size in range(kv_heads, 0, -1) if kv_heads % size == 0]
-    grid = [
-        Row(size, ranks, kept, decomposition)
-        for kept in (0.7, 0.5, 0.3)
-        for size in sizes
-        for ranks, decomposition in (
-            ("uniform", "whitened"),
-            ("fisher", "whitened"),
-            ("fisher-rms", "whitened"),
-            ("uniform", "svd"),
-        )
-    ]
-    return measured + grid
 
 
 def read_texts(path: Path) -> list[str]:
@@ -158,30 +103,28 @@ def perplexity(model: PreTrainedModel, windows: Tensor, batch_size: int) -> floa
     return math.exp(total / count)
 
 
-def measure(model: PreTrainedModel, rows: list[Row], calibration: Tensor, test: Tensor, batch: int) -> dict[str, Any]:
-    """Perplexities of the model and of every row, one calibration for all."""
+def measure(
+    model: PreTrainedModel, rows: list[Row], calibration: Tensor, test: Tensor, batch: int, target: Target
+) -> None:
+    """Perplexities of the model and of every row that ``target`` lacks, one calibration for all, written row by row."""
     base = perplexity(model, test, batch)
     print(f"uncompressed: {base:.3f}", flush=True)
     start = time.perf_counter()
     grams = calibrate_grams(model, calibration, batch_size=batch)
-    fisher = calibrate_fisher(model, calibration[:, :FISHER_LENGTH])
+    fisher = calibrate_fisher(model, calibration[:, :FISHER_LENGTH], output_grams=True)
     seconds = time.perf_counter() - start
     print(f"calibrated on {grams.tokens} tokens, {fisher.windows} Fisher windows, {seconds:.0f} s", flush=True)
-    results, saved = [], palu.snapshot(model)
+    target.about |= {"uncompressed": base, "calibration_tokens": grams.tokens, "fisher_windows": fisher.windows,
+                     "calibration_seconds": seconds}  # fmt: skip
+    saved = palu.snapshot(model)
     print(
-        f"{'group':>5} {'ranks':>10} {'svd':>8} {'kept':>6} {'k / v':>11} {'PPL':>8} {'public':>7} {'ours/public':>11}"
+        f"{'group':>5} {'ranks':>10} {'svd':>10} {'kept':>6} {'k / v':>11} {'PPL':>8} {'public':>7} {'ours/public':>11}"
     )
     for row in rows:
-        config = palu.PaluConfig(
-            rate=1 - row.kept,
-            group_size=row.group_size,
-            ranks=row.ranks,
-            decomposition=row.decomposition,
-            rank_multiple=row.multiple,
-            rank_floor=row.floor,
-        )
+        if any(same_row(row, known) for known in target.rows):
+            continue
         try:
-            palu.compress_with(model, config, grams=grams, fisher=fisher)
+            palu.compress_with(model, row.config, grams=grams, fisher=fisher)
         except ConfigError as error:
             print(f"skipped {row}: {error}")
             continue
@@ -191,16 +134,62 @@ def measure(model: PreTrainedModel, rows: list[Row], calibration: Tensor, test: 
         half = chosen.channels / chosen.kept / 2
         keys = sum(map(sum, chosen.key_ranks)) / half
         values = sum(map(sum, chosen.value_ranks)) / half
-        results.append({**asdict(row), "achieved": chosen.kept, "kept_k": keys, "kept_v": values, "perplexity": value,
-                        "key_ranks": chosen.key_ranks, "value_ranks": chosen.value_ranks})  # fmt: skip
+        target.add({**asdict(row), "achieved": chosen.kept, "kept_k": keys, "kept_v": values, "perplexity": value,
+                    "full_rank": chosen.full_rank, "key_ranks": chosen.key_ranks,
+                    "value_ranks": chosen.value_ranks})  # fmt: skip
         beside = f"{row.public:7.2f} {value / row.public:11.4f}" if row.public else ""
         print(
-            f"{row.group_size:5} {row.ranks:>10} {row.decomposition:>8} {chosen.kept:6.3f} {keys:5.2f} {values:5.2f} "
+            f"{row.group_size:5} {row.ranks:>10} {row.decomposition:>10} {chosen.kept:6.3f} {keys:5.2f} {values:5.2f} "
             f"{value:8.3f} {beside}",
             flush=True,
         )
-    return {"uncompressed": base, "calibration_tokens": grams.tokens, "fisher_windows": fisher.windows,
-            "calibration_seconds": seconds, "rows": results}  # fmt: skip
+
+
+class Target:
+    """The result file: always whole, so that a run that was cut short can go on.
+
+    Args:
+        path: the JSON file.
+        about: what is in it beside the rows.
+        resume: take over the rows that are there.
+
+    Raises:
+        ConfigError: ``resume``, and the rows there are of other data or another version.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any], *, resume: bool) -> None:
+        self.path, self.about = path, about
+        self.rows: list[dict[str, Any]] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume and path.is_file():
+            known = json.loads(path.read_text())
+            for name in ("model", "commit", "files", "test_windows", "calibration_windows"):
+                if known.get(name) != about[name]:
+                    raise ConfigError(f"{path} is of another {name}. Leave out --resume to measure anew.")
+            self.rows = known["rows"]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append one row and write the file."""
+        self.rows.append(row)
+        write_atomically(self.path, (json.dumps({**self.about, "rows": self.rows}, indent=1) + "\n").encode())
+
+
+def plot_file(result: dict[str, Any], path: Path) -> None:
+    """Ranks per layer of each rule, joint or the largest groups there are, at the share nearest to a half (Fig. 7)."""
+    rows = [row for row in result["rows"] if row["public"] is None and row["decomposition"] != "svd"]
+    rows = [row for row in rows if row["ranks"] != "uniform" and "full_rank" in row]
+    if not rows:
+        raise ConfigError("The file has no ranks but uniform ones to plot.")
+    size = max(row["group_size"] for row in rows)
+    kept = min((row["kept"] for row in rows), key=lambda share: abs(share - 0.5))
+    plans = {
+        f"{row['ranks']}, {row['decomposition']}: PPL {row['perplexity']:.2f}": palu.PaluPlan(
+            tuple(map(tuple, row["key_ranks"])), tuple(map(tuple, row["value_ranks"])), size, row["full_rank"]
+        )
+        for row in rows
+        if (row["group_size"], row["kept"]) == (size, kept)
+    }
+    plot_ranks(plans, path, f"{result['model']}: ranks per layer, {1 - kept:.0%} removed, groups of {size} KV heads")
 
 
 def provenance(args: argparse.Namespace) -> dict[str, Any]:
@@ -227,47 +216,73 @@ def provenance(args: argparse.Namespace) -> dict[str, Any]:
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory")
-    parser.add_argument("--calibration", type=Path, nargs="+", required=True, help="text, jsonl, xz or npy windows")
-    parser.add_argument("--test", type=Path, required=True, help="text, jsonl, xz or npy windows")
+    parser.add_argument("--model", type=Path, help="Hugging Face directory")
+    parser.add_argument("--calibration", type=Path, nargs="+", default=[], help="text, jsonl, xz or npy windows")
+    parser.add_argument("--test", type=Path, help="text, jsonl, xz or npy windows")
     parser.add_argument("--windows", choices=["all", "every10"], default="all", help="which test windows")
     parser.add_argument("--calibration-windows", type=int, default=256, help="at most this many")
     parser.add_argument("--prepend-bos", action="store_true", help="start each window with the beginning token")
+    parser.add_argument("--table", type=int, choices=[1, 8, 10], help="only the rows of this table of the paper")
     parser.add_argument("--measured-only", action="store_true", help="only rows that the public code was run on")
-    parser.add_argument("--only", choices=["uniform", "fisher", "fisher-rms"], help="only rows with these ranks")
+    parser.add_argument("--only", choices=list(dict.fromkeys(ranks for ranks, _ in RULES)), help="only these ranks")
     parser.add_argument("--batch-size", type=int, default=0, help="0: 8 on CUDA, 1 on a CPU")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON file")
+    parser.add_argument("--resume", action="store_true", help="measure only rows that the JSON file lacks")
     parser.add_argument("--commit", default="", help="recorded commit, where git is not at hand")
-    return parser.parse_args()
+    parser.add_argument(
+        "--print", type=Path, metavar="JSON", help="write the Markdown tables of a file, measure nothing"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the ranks per layer (the paper's Fig. 7)")
+    args = parser.parse_args()
+    if args.print is None and not (args.model and args.calibration and args.test):
+        parser.error("--model, --calibration and --test are needed to measure")
+    return args
 
 
-def main() -> None:
-    """Run all rows and write one JSON file."""
-    args = arguments()
+def chosen_rows(args: argparse.Namespace, kv_heads: int) -> tuple[list[Row], str]:
+    """The rows that the command line asks for, and what the file's name says of them."""
+    rows = table_rows(args.table, kv_heads) if args.table else all_rows(kv_heads, args.windows)
+    if args.measured_only:
+        rows = [row for row in rows if row.public]
+    if args.only:
+        rows = [row for row in rows if row.ranks == args.only]
+    parts = [f"table{args.table}" if args.table else "", args.only or "", "measured" if args.measured_only else ""]
+    return rows, "".join(f"-{part}" for part in parts if part)
+
+
+def run(args: argparse.Namespace) -> Path:
+    """Measure, and return the result file."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     device = "cuda" if torch.cuda.is_available() else "cpu"
     batch = args.batch_size or (8 if device == "cuda" else 1)
+    if args.test in args.calibration:
+        raise CalibrationError("The test text must not be the calibration text.")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval()
     test = test_windows(args.test, tokenizer, args.prepend_bos)[:: 10 if args.windows == "every10" else 1]
     calibration = calibration_windows(args.calibration, tokenizer, args.calibration_windows, args.prepend_bos)
     if calibration.shape[0] < args.calibration_windows:
         print(f"The calibration text gives {calibration.shape[0]} of {args.calibration_windows} windows.")
-    if args.test in args.calibration:
-        raise CalibrationError("The test text must not be the calibration text.")
     print(f"{args.model.name}: {test.shape[0]} test windows of {test.shape[1]} tokens on {device}", flush=True)
-    rows = rows_for(model.config.num_key_value_heads, args.windows)
-    if args.measured_only:
-        rows = [row for row in rows if row.public]
-    if args.only:
-        rows = [row for row in rows if row.ranks == args.only]
-    result = measure(model, rows, calibration, test, batch)
-    args.out.mkdir(parents=True, exist_ok=True)
-    target = args.out / f"palu_table-{args.model.name}-{args.windows}{'-' + args.only if args.only else ''}.json"
-    about = {"model": args.model.name, "test_windows": test.shape[0], "window_length": test.shape[1]}
-    target.write_text(json.dumps({**provenance(args), **about, **result}, indent=1) + "\n")
-    print(f"wrote {target}")
+    rows, name = chosen_rows(args, model.config.num_key_value_heads)
+    about = {"model": args.model.name, "test_windows": test.shape[0], "window_length": test.shape[1],
+             "calibration_windows": calibration.shape[0]}  # fmt: skip
+    path = args.out / f"palu_table-{args.model.name}-{args.windows}{name}.json"
+    target = Target(path, {**provenance(args), **about}, resume=args.resume)
+    measure(model, rows, calibration, test, batch, target)
+    print(f"wrote {path}")
+    return path
+
+
+def main() -> None:
+    """Measure and write one JSON file, or take the one there is; then its tables and plot."""
+    args = arguments()
+    result = json.loads((args.print or run(args)).read_text())
+    print(markdown(result))
+    if args.plot:
+        plot_file(result, args.plot)
+        print(f"wrote {args.plot}")
 
 
 if __name__ == "__main__":

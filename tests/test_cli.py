@@ -139,9 +139,11 @@ def test_generate_keeps_a_prompt_within_sinks_and_window_exact(model_dir: Path) 
 def test_compress_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "slim"
     options = ("--calibration", texts[1], "--window-length", 128, "--dtype", "float32")
-    result = call("compress", model_dir, "-o", out, "--rate", 0.5, "--group-size", 1, "--ranks", "fisher", *options)
+    result = call("compress", model_dir, "-o", out, "--rate", 0.5, "--group-size", 1, "--ranks", "spectral",
+                  "--decomposition", "loss-aware", "--plot", tmp_path / "ranks.png", *options)  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "Kept 50.0%" in result.stdout
+    assert (tmp_path / "ranks.png").stat().st_size > 5_000
     options = ("generate", out, "--prompt", "w1 w2 w3", "--max-new-tokens", 4, "--dtype", "float32")
     generated = call(*options, "--cache", "none")
     assert generated.exit_code == 0, generated.output
@@ -227,6 +229,7 @@ def test_needle(model_dir: Path, tmp_path: Path) -> None:
         ("needle MODEL --out model.json", "model.png is a directory"),
         ("compress MODEL -o OUT --rate 1", "rate is the fraction"),
         ("compress MODEL -o OUT --ranks magic", "uniform, fisher"),
+        ("compress MODEL -o OUT --ranks spectral --decomposition svd", "loss-aware"),
         ("compress MODEL -o OUT --group-size 0", "group_size must be"),
         ("compress MODEL -o MODEL", "exists already"),
         ("compress MODEL -o OUT --calibration nowhere.txt", "cannot be read"),

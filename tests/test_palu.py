@@ -69,7 +69,7 @@ def at_once(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group_size", [None, 1, 2])
-@pytest.mark.parametrize("decomposition", ["whitened", "svd"])
+@pytest.mark.parametrize("decomposition", ["whitened", "loss-aware", "svd"])
 def test_full_rank_gives_the_models_own_logits(
     make_tiny: Any, kind: dict[str, Any], group_size: int | None, decomposition: str
 ) -> None:
@@ -241,7 +241,7 @@ def test_training_without_a_cache_reaches_the_factors(make_tiny: Any) -> None:
 # --- ranks and reports ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", ["uniform", "fisher", "fisher-rms"])
+@pytest.mark.parametrize("ranks", ["uniform", "fisher", "fisher-rms", "spectral"])
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_achieved_rate_is_the_requested_one(make_tiny: Any, ranks: str, multiple: int) -> None:
     slim = compressed(build(make_tiny, {}), rate=0.37, group_size=2, ranks=ranks, rank_multiple=multiple)
@@ -395,8 +395,9 @@ def test_a_cache_of_another_compression_is_refused(make_tiny: Any) -> None:
         ({"group_size": 0}, "group_size"),
         ({"group_size": 1.5}, "group_size"),
         ({"rank_multiple": 0}, "rank_multiple"),
-        ({"ranks": "best"}, "uniform, fisher, fisher-rms"),
-        ({"decomposition": "qr"}, "whitened, svd"),
+        ({"ranks": "best"}, "uniform, fisher, fisher-rms, spectral"),
+        ({"decomposition": "qr"}, "whitened, loss-aware, svd"),
+        ({"ranks": "spectral", "decomposition": "svd"}, "Use decomposition='whitened' or 'loss-aware'"),
         ({"rang": 3}, "no field 'rang'"),
     ],
 )

@@ -18,8 +18,11 @@ class PaluConfig(JsonConfig):
             (the paper's compression rate).
         group_size: KV heads that share one decomposition: 1 is M-LRD, ``None`` or all heads is J-LRD, between is G-LRD.
         ranks: ``uniform``; ``fisher``, in proportion to the summed squared gradients (Palu, Sec. 3.3); or
-            ``fisher-rms``, the mean root-mean-square gradient of the public implementation, for comparison.
-        decomposition: ``whitened`` (truncation-aware, least output error) or ``svd`` (of the weights alone).
+            ``fisher-rms``, the mean root-mean-square gradient of the public implementation, for comparison; or
+            ``spectral``, water-filling: every channel goes where it takes away the most loss, by its singular energy
+            and the loss gradients by the keys and values.
+        decomposition: ``whitened`` (truncation-aware, least output error), ``loss-aware`` (least output error as the
+            loss feels it) or ``svd`` (of the weights alone).
         rank_multiple: ranks are multiples of this, or full.
         rank_floor: least share of its full rank that any group keeps. The paper has none (0): on small models a few
             layers with little Fisher information are then cut to almost nothing, and the model breaks.
@@ -47,20 +50,30 @@ class PaluConfig(JsonConfig):
         if not is_number(self.rank_floor) or not 0 <= self.rank_floor <= 1:
             raise ConfigError(f"rank_floor is a share of the full rank from 0 to 1, not {self.rank_floor!r}.")
         for name, value, known in (
-            ("ranks", self.ranks, ("uniform", "fisher", "fisher-rms")),
-            ("decomposition", self.decomposition, ("whitened", "svd")),
+            ("ranks", self.ranks, ("uniform", "fisher", "fisher-rms", "spectral")),
+            ("decomposition", self.decomposition, ("whitened", "loss-aware", "svd")),
             ("fusion", self.fusion, ("auto", "fold", "apply", "none")),
         ):
             if value not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
+        if self.ranks == "spectral" and self.decomposition == "svd":
+            raise ConfigError(
+                "ranks='spectral' weighs output errors, of which the singular values of the weights alone say nothing. "
+                "Use decomposition='whitened' or 'loss-aware'."
+            )
 
     @property
     def needs_grams(self) -> bool:
-        return self.decomposition == "whitened"
+        return self.decomposition != "svd"
 
     @property
     def needs_fisher(self) -> bool:
-        return self.ranks != "uniform"
+        return self.ranks != "uniform" or self.needs_output_grams
+
+    @property
+    def needs_output_grams(self) -> bool:
+        """Whether the Fisher pass has to sum the whole second moments of the output gradients."""
+        return self.decomposition == "loss-aware"
 
 
 @dataclass(frozen=True)

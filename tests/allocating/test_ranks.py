@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvslim.allocating.ranks import proportional_ranks, uniform_ranks
+from kvslim.allocating.ranks import budget_and_floors, proportional_ranks, uniform_ranks
 from kvslim.errors import CalibrationError, ConfigError
 
 scores = st.one_of(st.just(0.0), st.floats(1e-30, 1e30), st.floats(0.5, 2.0))
@@ -17,19 +17,24 @@ cells = st.lists(st.tuples(scores, st.integers(1, 300)), min_size=1, max_size=60
 )
 
 
-@given(cells, st.floats(0, 0.999), st.integers(1, 64))
-def test_achieved_is_requested_within_one_step(rows: list[tuple[float, int]], rate: float, multiple: int) -> None:
+@given(cells, st.floats(0, 0.999), st.integers(1, 64), st.floats(0, 1))
+def test_achieved_is_requested_within_one_step(
+    rows: list[tuple[float, int]], rate: float, multiple: int, floor: float
+) -> None:
     values, caps = [list(column) for column in zip(*rows, strict=True)]
     wanted = (1 - rate) * sum(caps)
     try:
-        ranks = proportional_ranks(values, caps, rate, multiple)
+        ranks = proportional_ranks(values, caps, rate, multiple, floor)
     except ConfigError:
-        assert wanted < sum(min(multiple, cap) for cap in caps) + 1
+        assert wanted < sum(budget_and_floors(caps, 0.0, multiple, min(floor, 1 - rate))[1]) + 1
         return
     assert wanted - multiple - 1e-6 < sum(ranks) <= wanted + 1e-5
     assert all(1 <= rank <= cap for rank, cap in zip(ranks, caps, strict=True))
     assert all(rank % multiple == 0 or rank == cap for rank, cap in zip(ranks, caps, strict=True))
-    assert ranks == proportional_ranks(values, caps, rate, multiple)
+    assert ranks == proportional_ranks(values, caps, rate, multiple, floor)
+    uniform = uniform_ranks(caps, rate, multiple)
+    assert wanted - multiple - 1e-6 < sum(uniform) <= wanted + 1e-5
+    assert all(rank % multiple == 0 or rank == cap for rank, cap in zip(uniform, caps, strict=True))
 
 
 @given(st.lists(scores, min_size=2, max_size=40).filter(any), st.floats(0, 0.9))

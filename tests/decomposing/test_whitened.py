@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvslim.decomposing.whitened import plain_svd, whitened_svd
+from kvslim.decomposing.whitened import loss_aware_svd, output_energies, plain_svd, whitened_svd
 from kvslim.errors import CalibrationError, ConfigError, NonFiniteError
 
 
@@ -100,3 +100,51 @@ def test_bad_gram_matrices() -> None:
         whitened_svd(w, gram)
     with pytest.raises(NonFiniteError, match="weight"):
         plain_svd(w * float("inf"))
+
+
+@pytest.mark.parametrize("rank", [1, 5, 11, 15])
+def test_loss_aware_equals_the_svd_whitened_on_both_sides(rank: int) -> None:
+    x, w, g = correlated(300, 24), weight(24, 16), correlated(200, 16, seed=2)
+    gram, outputs = x.T @ x, g.T @ g
+    damped = outputs + 0.1 * outputs.diagonal().mean() * torch.eye(16, dtype=torch.float64)
+    left, right = torch.linalg.cholesky(gram), torch.linalg.cholesky(damped)
+    u, sigma, vh = torch.linalg.svd(left.T @ w @ right, full_matrices=False)
+    inner = u[:, :rank] * sigma[:rank] @ vh[:rank]
+    reference = torch.linalg.solve(left.T, inner) @ torch.linalg.inv(right)
+    decomposition = loss_aware_svd(w, gram, outputs)
+    factors = decomposition.truncate(rank)
+    torch.testing.assert_close(factors.a @ factors.b, reference, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(decomposition.singular_values, sigma, atol=1e-6, rtol=1e-6)
+    cost = ((x @ (w - factors.a @ factors.b)) @ right).square().sum()
+    torch.testing.assert_close(decomposition.singular_values[rank:].square().sum(), cost, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (12, 20)])
+def test_loss_aware_is_exact_at_full_rank_and_for_a_plain_metric(shape: tuple[int, int]) -> None:
+    x, w, g = correlated(100, shape[0]), weight(*shape), correlated(5, shape[1], seed=2)
+    full = loss_aware_svd(w, x.T @ x, g.T @ g)  # fewer gradients than features: the damping gives an inverse
+    torch.testing.assert_close(full.a @ full.b, w, atol=1e-4, rtol=1e-4)
+    plain, white = loss_aware_svd(w, x.T @ x, 3 * torch.eye(shape[1])), whitened_svd(w, x.T @ x)
+    ours, own = plain.truncate(7), white.truncate(7)
+    torch.testing.assert_close(ours.a @ ours.b, own.a @ own.b, atol=1e-6, rtol=1e-6)
+
+
+def test_energies_alone_are_those_of_the_decompositions() -> None:
+    x, w, g = correlated(300, 24), weight(24, 16), correlated(200, 16, seed=2)
+    for energies, decomposition in (
+        (output_energies(w, x.T @ x), whitened_svd(w, x.T @ x)),
+        (output_energies(w, x.T @ x, g.T @ g), loss_aware_svd(w, x.T @ x, g.T @ g)),
+    ):
+        torch.testing.assert_close(energies, decomposition.singular_values.square(), rtol=1e-9, atol=1e-9)
+
+
+def test_bad_output_gradients() -> None:
+    w, x = weight(24, 16), correlated(100, 24)
+    with pytest.raises(CalibrationError, match="16 features"):
+        loss_aware_svd(w, x.T @ x, torch.eye(20))
+    with pytest.raises(CalibrationError, match="differs from zero"):
+        loss_aware_svd(w, x.T @ x, torch.zeros(16, 16))
+    with pytest.raises(CalibrationError, match="positive semi-definite"):
+        loss_aware_svd(w, x.T @ x, torch.eye(16) - 2 * torch.eye(16)[:, :1] @ torch.eye(16)[:1])
+    with pytest.raises(NonFiniteError, match="output gradients"):
+        loss_aware_svd(w, x.T @ x, torch.full((16, 16), float("nan")))

@@ -14,9 +14,10 @@ from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import MethodResult, compare
 from kvslim.evaluating.continuation import ContinuationConfig
 from kvslim.evaluating.methods import parse_methods
-from kvslim.evaluating.plots import plot_quality
+from kvslim.evaluating.plots import plot_quality, plot_ranks
 from kvslim.evaluating.results import EvalResults, ModelFingerprint
 from kvslim.files import check_writable, write_atomically
+from kvslim.palu import PaluPlan
 
 CONFIG = ContinuationConfig(tokens=64, score=16)
 
@@ -112,6 +113,18 @@ def test_plot(results: EvalResults, tmp_path: Path) -> None:
     assert {(0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)} <= colours  # one colour for each of the two families
     with pytest.raises(ConfigError, match="nothing to plot"):
         plot_quality(results.methods[:1], path, "title")
+
+
+def test_plot_of_ranks_shows_the_kept_shares(tmp_path: Path) -> None:
+    plan = PaluPlan(key_ranks=((8, 8), (16, 16)), value_ranks=((32, 32), (32, 32)), group_size=1, full_rank=32)
+    path = tmp_path / "ranks.png"
+    plot_ranks({"one": plan, "two": plan}, path, "title")
+    image = Image.open(path).convert("RGB")
+    counts = {colour: count for count, colour in image.getcolors(1 << 20) or []}
+    keys, values = counts[0x00, 0x72, 0xB2], counts[0xD5, 0x5E, 0x00]
+    assert 0.3 < keys / values < 0.45  # a quarter and a half of the channels against all of them
+    with pytest.raises(ConfigError, match="no ranks to plot"):
+        plot_ranks({}, path, "title")
 
 
 def test_result_fields_are_json(results: EvalResults) -> None:

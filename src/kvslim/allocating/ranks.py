@@ -45,13 +45,24 @@ def proportional_ranks(
         ConfigError: the rate or multiple is out of range, or leaves fewer channels than the least allowed ranks.
         CalibrationError: a score is negative, NaN or infinite, or all are zero.
     """
+    largest = max(scores)
+    if largest <= 0 or not all(math.isfinite(score) and score >= 0 for score in scores):
+        raise CalibrationError("Scores must be finite, not negative and not all zero. Calibrate again.")
+    budget, floors = budget_and_floors(caps, rate, multiple, floor)
+    shares = _water_fill([max(score / largest, _SCORE_FLOOR) for score in scores], floors, caps, budget)
+    return _round_to_budget(shares, caps, budget, multiple)
+
+
+def budget_and_floors(caps: Sequence[int], rate: float, multiple: int, floor: float) -> tuple[int, list[int]]:
+    """How many channels there are to share, and the least rank of each cell; the terms of every rule.
+
+    The budget is ``(1 - rate) * sum(caps)``, rounded down. Other arguments and errors as in
+    :func:`proportional_ranks`.
+    """
     if not 0 <= rate < 1:
         raise ConfigError(f"rate must be at least 0 and below 1, not {rate}.")
     if multiple < 1:
         raise ConfigError(f"rank_multiple must be at least 1, not {multiple}.")
-    largest = max(scores)
-    if largest <= 0 or not all(math.isfinite(score) and score >= 0 for score in scores):
-        raise CalibrationError("Scores must be finite, not negative and not all zero. Calibrate again.")
     budget = math.floor((1 - rate) * sum(caps) + 1e-6)
     share = min(floor, 1 - rate)
     floors = [min(cap, max(multiple, int(share * cap + 1e-6) // multiple * multiple)) for cap in caps]
@@ -62,8 +73,7 @@ def proportional_ranks(
             f"rank_multiple {multiple}. The highest rate here is {highest:.4f}; lower rate or rank_multiple, or use "
             f"larger groups."
         )
-    shares = _water_fill([max(score / largest, _SCORE_FLOOR) for score in scores], floors, caps, budget)
-    return _round_to_budget(shares, caps, budget, multiple)
+    return budget, floors
 
 
 def _water_fill(scores: list[float], floors: list[int], caps: Sequence[int], budget: int) -> list[float]:

@@ -31,7 +31,7 @@ _EXAMPLES: dict[str, tuple[str, ...]] = {
     "demo": ("kvslim demo", "kvslim demo --text book.txt --tokens 2048 --out book-demo"),
     "eval": (
         "kvslim eval default --methods none,int8,rot4,jolt-3x --text wiki.txt --out results.json --plot",
-        "kvslim eval org/model --methods none,palu-30,palu-50:fisher:gs4 --text test.txt --calibration train.txt",
+        "kvslim eval org/model --methods none,palu-30,palu-50:spectral:gs4 --text test.txt --calibration train.txt",
     ),
     "compress": (
         "kvslim compress default -o smollm2-palu30 --rate 0.3",

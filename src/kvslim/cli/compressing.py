@@ -21,8 +21,10 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     group_size: Annotated[
         int | None, typer.Option(help="KV heads that share a decomposition: 1 is per head. [default: all]")
     ] = None,
-    ranks: Annotated[str, typer.Option(help="uniform, fisher or fisher-rms.")] = "uniform",
-    decomposition: Annotated[str, typer.Option(help="whitened (by calibration text) or svd.")] = "whitened",
+    ranks: Annotated[str, typer.Option(help="uniform, fisher, fisher-rms or spectral.")] = "uniform",
+    decomposition: Annotated[
+        str, typer.Option(help="whitened or loss-aware (by calibration text), or svd.")
+    ] = "whitened",
     rank_multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 1,
     calibration: Annotated[
         Path | None, typer.Option(help="Text to calibrate on; Python's reference topics by default.")
@@ -32,6 +34,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     ] = None,
     window_length: Annotated[int, typer.Option(help="Tokens of each of them.")] = 2048,
     bos: Annotated[bool, typer.Option("--bos", help="Start each window with the beginning-of-text token.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the ranks per layer to this PNG.")] = None,
     dtype: DType = "bfloat16",
     device: Device = "cpu",
 ) -> None:
@@ -41,7 +44,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     """
     from kvslim import palu
     from kvslim.evaluating.texts import all_python_topics, read_text
-    from kvslim.files import check_new_directory
+    from kvslim.files import check_new_directory, check_writable
 
     config = palu.PaluConfig(rate, group_size, ranks, decomposition, rank_multiple)
     if window_length < 2 or (calibration_windows is not None and calibration_windows < 1):
@@ -49,6 +52,8 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     weights = dtype_of(dtype)
     check_original(model)
     check_new_directory(out)
+    if plot is not None:
+        check_writable(plot)
     needed = config.needs_grams or config.needs_fisher
     text = (read_text(calibration) if calibration is not None else all_python_topics()) if needed else None
 
@@ -66,6 +71,11 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         )
     palu.save(loaded, out, tokenizer)
     _print_summary(loaded.palu, None if text is None else text.origin, out)
+    if plot is not None:
+        from kvslim.evaluating.plots import plot_ranks
+
+        plot_ranks({f"{ranks}, {decomposition}": loaded.palu.plan}, plot, f"{model}: ranks per layer")
+        typer.echo(f"Written: {plot}", err=True)
 
 
 def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:

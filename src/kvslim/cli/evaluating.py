@@ -100,7 +100,7 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
 
     Methods: none; int8 … int2 (per token); rot6 … rot2 (rotated, Lloyd-Max levels); jolt-3x, jolt-2.5x:post-rope,
     jolt-4x:bits=0/2/3/4:window=64, jolt-4x:paper, jolt-3x:uniform, jolt-3x:no-backbone, jolt-3x:gram; palu-30 (percent
-    of channels removed), palu-50:fisher, palu-30:gs1, palu-30:svd.
+    of channels removed), palu-50:fisher, palu-50:spectral:loss-aware, palu-30:gs1, palu-30:svd.
     """
     from kvslim.evaluating.evaluation import EvalConfig, evaluate
     from kvslim.evaluating.methods import check_methods, parse_methods

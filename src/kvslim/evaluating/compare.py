@@ -127,7 +127,12 @@ def palu_variants(
         grams = calibrate_grams(model, calibration, progress=stage("calibrating Palu: Gram matrices"))
     if calibration is not None and any(method.config.needs_fisher for method in wanted):
         fisher_windows = calibration[:, :FISHER_LENGTH]
-        fisher = calibrate_fisher(model, fisher_windows, progress=stage("calibrating Palu: Fisher information"))
+        fisher = calibrate_fisher(
+            model,
+            fisher_windows,
+            output_grams=any(method.config.needs_output_grams for method in wanted),
+            progress=stage("calibrating Palu: Fisher information"),
+        )
     variants = {}
     for done, method in enumerate(wanted):
         saved = snapshot(model)

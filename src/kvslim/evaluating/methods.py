@@ -176,8 +176,12 @@ _JOLT_OPTIONS = (
 )
 
 _PALU_OPTIONS = (
-    _Option("uniform|fisher|fisher-rms", "(uniform|fisher|fisher-rms)", lambda value: {"ranks": value}),
-    _Option("whitened|svd", "(whitened|svd)", lambda value: {"decomposition": value}),
+    _Option(
+        "uniform|fisher|fisher-rms|spectral",
+        "(uniform|fisher|fisher-rms|spectral)",
+        lambda value: {"ranks": value},
+    ),
+    _Option("whitened|loss-aware|svd", "(whitened|loss-aware|svd)", lambda value: {"decomposition": value}),
     _Option("gsN", r"gs(\d+)", lambda value: {"group_size": int(value)}),
     _Option("joint", "joint", lambda _: {"group_size": None}),
     _Option("multiple=N", r"multiple=(\d+)", lambda value: {"rank_multiple": int(value)}),
@@ -215,7 +219,11 @@ _FORMS = (
         "jolt-3x, jolt-2.5x:post-rope, jolt-4x:paper, jolt-4x:bits=0/3/16:window=64",
         _jolt,
     ),
-    _Form(re.compile(f"palu-{_NUMBER}"), "palu-30, palu-50:fisher, palu-30:gs1, palu-30:svd (percent removed)", _palu),
+    _Form(
+        re.compile(f"palu-{_NUMBER}"),
+        "palu-30, palu-50:spectral:loss-aware, palu-30:gs1, palu-30:svd (percent removed)",
+        _palu,
+    ),
 )
 
 METHOD_FORMS = "; ".join(form.example for form in _FORMS)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import MethodResult
 from kvslim.files import write_atomically
+from kvslim.palu_config import PaluPlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,6 +80,38 @@ def plot_quality(methods: Sequence[MethodResult], path: Path, title: str) -> Non
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=8)
     _label(figure, axes, {f"{one.method} ({one.ratio:.2f}x)": (one.bytes_per_token / 1000, one.kl) for one in points})
+    save_png(figure, path)
+
+
+def plot_ranks(plans: Mapping[str, PaluPlan], path: Path, title: str) -> None:
+    """Draw the kept share of each layer's keys and values, one panel per plan (Palu, Fig. 7).
+
+    Args:
+        plans: what was chosen, by name; the names become the panels' titles.
+        path: the PNG file.
+        title: of the figure.
+
+    Raises:
+        ConfigError: there is no plan to draw, or the file cannot be written.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    if not plans:
+        raise ConfigError("There are no ranks to plot. Compress a model first.")
+    figure, panels = new_figure(4.5 * len(plans) + 0.5, 3.5, len(plans))
+    for axes, (name, plan) in zip(panels, plans.items(), strict=True):
+        for side, (kind, layers) in enumerate((("keys", plan.key_ranks), ("values", plan.value_ranks))):
+            shares = [sum(ranks) / (len(ranks) * plan.full_rank) for ranks in layers]
+            places = [layer + 0.4 * (side - 0.5) for layer in range(len(layers))]
+            axes.bar(places, shares, width=0.4, color=COLOURS[side], label=kind)
+        axes.axhline(plan.kept, color="grey", linestyle=":", label=f"all together: {plan.kept:.1%}")
+        axes.set_ylim(0, 1)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("layer")
+        axes.set_title(name, fontsize=9)
+    panels[0].set_ylabel("latent channels kept, share of full rank")
+    panels[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
     save_png(figure, path)
 
 

@@ -58,6 +58,8 @@ class Row:
     public: float | None = None
     multiple: int = 1
     floor: float = palu.PaluConfig.rank_floor
+    bits: int = 16
+    hadamard: bool = True
 
 
 def rows_for(kv_heads: int, windows: str) -> list[Row]:
@@ -104,6 +106,36 @@ def rows_for(kv_heads: int, windows: str) -> list[Row]:
     return measured + grid
 
 
+def rows_for_codes(kv_heads: int, windows: str) -> list[Row]:
+    """Tables 3 and 9 of the paper: 16, 4, 3 and 2 bits, with and without Hadamard, at 30 and 50 %.
+
+    The public figures are those of its simulated quantization, at the rank it kept.
+    """
+    public: dict[tuple[float, int, bool], float] = {}
+    if kv_heads == 3:
+        size, ranks, cells = 3, "fisher-rms", ((0.697, 32), (0.50, 32))
+        if windows == "all":
+            public = _code_figures(0.697, (24.68, 25.69, 28.43, 70.6), (25.16, 26.56, 43.7))
+            public |= _code_figures(0.50, (31.83, 32.71, 36.31, 81.3), (32.40, 34.70, 58.6))
+    else:
+        size, ranks, cells = min(4, kv_heads), "fisher-rms", ((0.711, 32), (0.50, 1))
+        if kv_heads == 8 and windows == "all":
+            public = _code_figures(0.711, (24.72, 24.98, 25.88, 31.44), (24.83, 25.31, 28.65))
+            public |= _code_figures(0.50, (24.90, 25.17, 26.07, 31.65), (25.03, 25.59, 29.40))
+    return [
+        Row(size, ranks, kept, multiple=multiple, bits=bits, hadamard=hadamard,
+            public=public.get((kept, bits, hadamard)))
+        for kept, multiple in cells
+        for bits, hadamard in ((16, True), *((bits, turned) for bits in (4, 3, 2) for turned in (False, True)))
+    ]  # fmt: skip
+
+
+def _code_figures(kept: float, plain: tuple[float, ...], turned: tuple[float, ...]) -> dict[Any, float]:
+    """Public perplexities by (kept, bits, Hadamard): 16, 4, 3, 2 bits plain, then 4, 3, 2 bits rotated."""
+    figures = {(kept, bits, bits == 16): value for bits, value in zip((16, 4, 3, 2), plain, strict=True)}
+    return figures | {(kept, bits, True): value for bits, value in zip((4, 3, 2), turned, strict=True)}
+
+
 def read_texts(path: Path) -> list[str]:
     """The texts of a plain or ``.jsonl`` file (field ``text``), or ``.xz`` of these; line ends become newlines."""
     data = path.read_bytes()
@@ -142,13 +174,17 @@ def test_windows(path: Path, tokenizer: Any, prepend_bos: bool) -> Tensor:
 
 
 @torch.no_grad()
-def perplexity(model: PreTrainedModel, windows: Tensor, batch_size: int) -> float:
-    """Exponential of the mean loss; logits are made in slices, as all at once would take gigabytes."""
+def perplexity(model: PreTrainedModel, windows: Tensor, batch_size: int, *, through_cache: bool = False) -> float:
+    """Exponential of the mean loss; logits are made in slices, as all at once would take gigabytes.
+
+    With ``through_cache`` each batch passes through an empty cache, so that attention sees what the cache keeps.
+    Without, no cache is made and nothing is coded.
+    """
     total, count = 0.0, 0
     head: Any = model.get_output_embeddings()
     for batch in windows.split(batch_size):
         ids = batch.to(model.device)
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        hidden = model.base_model(input_ids=ids, use_cache=through_cache).last_hidden_state[:, :-1]
         targets = ids[:, 1:]
         for start in range(0, hidden.shape[1], SLICE):
             logits = head(hidden[:, start : start + SLICE]).float().flatten(0, 1)
@@ -179,6 +215,8 @@ def measure(model: PreTrainedModel, rows: list[Row], calibration: Tensor, test: 
             decomposition=row.decomposition,
             rank_multiple=row.multiple,
             rank_floor=row.floor,
+            bits=row.bits,
+            hadamard=row.hadamard,
         )
         try:
             palu.compress_with(model, config, grams=grams, fisher=fisher)
@@ -186,7 +224,7 @@ def measure(model: PreTrainedModel, rows: list[Row], calibration: Tensor, test: 
             print(f"skipped {row}: {error}")
             continue
         chosen = model.palu.plan
-        value = perplexity(model, test, batch)
+        value = perplexity(model, test, batch, through_cache=config.coded)
         palu.restore(model, saved)
         half = chosen.channels / chosen.kept / 2
         keys = sum(map(sum, chosen.key_ranks)) / half
@@ -196,7 +234,8 @@ def measure(model: PreTrainedModel, rows: list[Row], calibration: Tensor, test: 
         beside = f"{row.public:7.2f} {value / row.public:11.4f}" if row.public else ""
         print(
             f"{row.group_size:5} {row.ranks:>10} {row.decomposition:>8} {chosen.kept:6.3f} {keys:5.2f} {values:5.2f} "
-            f"{value:8.3f} {beside}",
+            f"{value:8.3f} {beside}{'' if row.bits == 16 else f'  {row.bits} bits'}"
+            f"{'' if row.bits == 16 or row.hadamard else ', no Hadamard'}",
             flush=True,
         )
     return {"uncompressed": base, "calibration_tokens": grams.tokens, "fisher_windows": fisher.windows,
@@ -235,6 +274,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prepend-bos", action="store_true", help="start each window with the beginning token")
     parser.add_argument("--measured-only", action="store_true", help="only rows that the public code was run on")
     parser.add_argument("--only", choices=["uniform", "fisher", "fisher-rms"], help="only rows with these ranks")
+    parser.add_argument("--table", choices=["3", "9"], help="instead: rows with coded latents, as these tables have")
     parser.add_argument("--batch-size", type=int, default=0, help="0: 8 on CUDA, 1 on a CPU")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON file")
     parser.add_argument("--commit", default="", help="recorded commit, where git is not at hand")
@@ -257,14 +297,17 @@ def main() -> None:
     if args.test in args.calibration:
         raise CalibrationError("The test text must not be the calibration text.")
     print(f"{args.model.name}: {test.shape[0]} test windows of {test.shape[1]} tokens on {device}", flush=True)
-    rows = rows_for(model.config.num_key_value_heads, args.windows)
+    rows = (rows_for_codes if args.table else rows_for)(model.config.num_key_value_heads, args.windows)
     if args.measured_only:
         rows = [row for row in rows if row.public]
     if args.only:
         rows = [row for row in rows if row.ranks == args.only]
     result = measure(model, rows, calibration, test, batch)
     args.out.mkdir(parents=True, exist_ok=True)
-    target = args.out / f"palu_table-{args.model.name}-{args.windows}{'-' + args.only if args.only else ''}.json"
+    target = (
+        args.out
+        / f"palu_table-{args.model.name}-{args.windows}{'-' + args.only if args.only else ''}{'-codes' if args.table else ''}.json"
+    )
     about = {"model": args.model.name, "test_windows": test.shape[0], "window_length": test.shape[1]}
     target.write_text(json.dumps({**provenance(args), **about, **result}, indent=1) + "\n")
     print(f"wrote {target}")

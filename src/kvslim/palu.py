@@ -27,6 +27,7 @@ from kvslim.attending.families import (
 from kvslim.attending.latent_attention import LatentAttention, LowRankProjection
 from kvslim.attending.latent_model import LatentModelMixin, Snapshot, install, restore, snapshot
 from kvslim.caching.latent import LatentCache, LatentLayout, layout_of
+from kvslim.caching.latent_codes import LatentCodes
 from kvslim.calibrating.fisher import FISHER_LENGTH, FisherStats, calibrate_fisher
 from kvslim.calibrating.grams import GramStats, calibrate_grams
 from kvslim.calibrating.windows import check_windows, windows_from_texts
@@ -34,6 +35,7 @@ from kvslim.checkpointing.latent_model import read_latent_model, write_latent_mo
 from kvslim.decomposing.whitened import Decomposition, plain_svd, whitened_svd
 from kvslim.errors import CalibrationError, CheckpointError, ConfigError, NonFiniteError, UnsupportedModelError
 from kvslim.palu_config import PaluConfig, PaluPlan, PaluReport
+from kvslim.quantizing.folding import rotated_factors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,8 +174,8 @@ def compress_with(
     if config.needs_grams and grams is None:
         raise CalibrationError("decomposition='whitened' needs grams=calibrate_grams(model, windows).")
     chosen = plan(model, config, fisher)
-    replacements = _build(model, config, chosen, grams, progress)
-    install(model, replacements, _layout(model))
+    layout = _layout(model, config, chosen)
+    install(model, _build(model, config, chosen, layout, grams, progress), layout)
     model.palu = PaluReport(
         config=config,
         plan=chosen,
@@ -269,10 +271,15 @@ def _group_scores(
 
 
 def _build(
-    model: PreTrainedModel, config: PaluConfig, chosen: PaluPlan, grams: GramStats | None, progress: Progress | None
+    model: PreTrainedModel,
+    config: PaluConfig,
+    chosen: PaluPlan,
+    layout: LatentLayout,
+    grams: GramStats | None,
+    progress: Progress | None,
 ) -> list[LatentAttention]:
     """The attention modules that will replace the model's own."""
-    family, rotary, layout, built = family_of(model), rotary_of(model), _layout(model), []
+    family, rotary, built = family_of(model), rotary_of(model), []
     projections = kv_projections(model)
     matrices = grams.grams if grams is not None and config.needs_grams else [None] * len(projections)
     if len(matrices) != len(projections):
@@ -281,8 +288,7 @@ def _build(
     for layer, (original, pair) in enumerate(zip(attention_modules(model), projections, strict=True)):
         ranks = (chosen.key_ranks[layer], chosen.value_ranks[layer])
         key, value = (
-            _factor(projection, wanted, matrices[layer], config.decomposition)
-            for projection, wanted in zip(pair, ranks, strict=True)
+            _factor(projection, wanted, matrices[layer], config) for projection, wanted in zip(pair, ranks, strict=True)
         )
         built.append(LatentAttention(original, family, rotary, key, value, layout))
         if step is not None:
@@ -291,15 +297,17 @@ def _build(
 
 
 def _factor(
-    projection: nn.Linear, ranks: tuple[int, ...], gram: Tensor | None, decomposition: str
+    projection: nn.Linear, ranks: tuple[int, ...], gram: Tensor | None, config: PaluConfig
 ) -> LowRankProjection:
     """Factor each group of a projection's heads to its rank."""
     weight = projection.weight.detach().T
     groups = torch.chunk(weight, len(ranks), dim=1)
-    return LowRankProjection.from_factors(
-        projection,
-        [_decompose(group, gram, decomposition).truncate(rank) for group, rank in zip(groups, ranks, strict=True)],
-    )
+    factors = [
+        _decompose(group, gram, config.decomposition).truncate(rank) for group, rank in zip(groups, ranks, strict=True)
+    ]
+    if config.coded and config.hadamard:
+        factors = [rotated_factors(one) for one in factors]
+    return LowRankProjection.from_factors(projection, factors)
 
 
 def _decompose(weight: Tensor, gram: Tensor | None, decomposition: str) -> Decomposition:
@@ -308,8 +316,11 @@ def _decompose(weight: Tensor, gram: Tensor | None, decomposition: str) -> Decom
     return whitened_svd(weight, gram)
 
 
-def _layout(model: PreTrainedModel) -> LatentLayout:
-    return layout_of(kv_shape_of(model), sliding_window_of(model))
+def _layout(model: PreTrainedModel, config: PaluConfig, chosen: PaluPlan) -> LatentLayout:
+    codes = None
+    if config.coded:
+        codes = LatentCodes(config.bits, config.sinks, config.window, chosen.key_ranks, chosen.value_ranks)
+    return layout_of(kv_shape_of(model), sliding_window_of(model), codes=codes)
 
 
 def _stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:

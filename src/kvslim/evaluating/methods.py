@@ -182,6 +182,10 @@ _PALU_OPTIONS = (
     _Option("joint", "joint", lambda _: {"group_size": None}),
     _Option("multiple=N", r"multiple=(\d+)", lambda value: {"rank_multiple": int(value)}),
     _Option("floor=SHARE", r"floor=([01]|0?\.\d+)", lambda value: {"rank_floor": float(value)}),
+    _Option("Nbit", r"(\d+)bit", lambda value: {"bits": int(value)}),
+    _Option("no-hadamard", "no-hadamard", lambda _: {"hadamard": False}),
+    _Option("sinks=N", r"sinks=(\d+)", lambda value: {"sinks": int(value)}),
+    _Option("window=N", r"window=(\d+)", lambda value: {"window": int(value)}),
 )
 
 
@@ -215,7 +219,11 @@ _FORMS = (
         "jolt-3x, jolt-2.5x:post-rope, jolt-4x:paper, jolt-4x:bits=0/3/16:window=64",
         _jolt,
     ),
-    _Form(re.compile(f"palu-{_NUMBER}"), "palu-30, palu-50:fisher, palu-30:gs1, palu-30:svd (percent removed)", _palu),
+    _Form(
+        re.compile(f"palu-{_NUMBER}"),
+        "palu-30, palu-50:fisher, palu-30:gs1, palu-30:svd, palu-30:fisher:4bit (percent removed)",
+        _palu,
+    ),
 )
 
 METHOD_FORMS = "; ".join(form.example for form in _FORMS)

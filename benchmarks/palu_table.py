@@ -304,10 +304,8 @@ def main() -> None:
         rows = [row for row in rows if row.ranks == args.only]
     result = measure(model, rows, calibration, test, batch)
     args.out.mkdir(parents=True, exist_ok=True)
-    target = (
-        args.out
-        / f"palu_table-{args.model.name}-{args.windows}{'-' + args.only if args.only else ''}{'-codes' if args.table else ''}.json"
-    )
+    kind = f"{'-' + args.only if args.only else ''}{'-codes' if args.table else ''}"
+    target = args.out / f"palu_table-{args.model.name}-{args.windows}{kind}.json"
     about = {"model": args.model.name, "test_windows": test.shape[0], "window_length": test.shape[1]}
     target.write_text(json.dumps({**provenance(args), **about, **result}, indent=1) + "\n")
     print(f"wrote {target}")

@@ -302,9 +302,8 @@ def _factor(
     """Factor each group of a projection's heads to its rank."""
     weight = projection.weight.detach().T
     groups = torch.chunk(weight, len(ranks), dim=1)
-    factors = [
-        _decompose(group, gram, config.decomposition).truncate(rank) for group, rank in zip(groups, ranks, strict=True)
-    ]
+    parts = [(_decompose(group, gram, config.decomposition), rank) for group, rank in zip(groups, ranks, strict=True)]
+    factors = [part.balanced(rank) if config.coded else part.truncate(rank) for part, rank in parts]
     if config.coded and config.hadamard:
         factors = [rotated_factors(one) for one in factors]
     return LowRankProjection.from_factors(projection, factors)

@@ -25,6 +25,9 @@ _RIDGE = 1e-10
 """Share of the mean input energy added to the diagonal of the Gram matrix. Far below any effect on directions that
 the calibration data contain; it only orders the directions they never show by their weight."""
 
+_FAINTEST = 1e-6
+"""Singular values below this share of the largest are scaled like it: no channel is blown up without bound."""
+
 _INDEFINITE = 1e-6
 """Largest negative eigenvalue, relative to the largest positive one, that passes as rounding."""
 
@@ -61,6 +64,21 @@ class Decomposition:
                 f"Rank {rank} is outside 1..{self.full_rank} for a {self.a.shape[0]} x {self.b.shape[1]} weight."
             )
         return LowRankFactors(a=self.a[:, :rank], b=self.b[:rank])
+
+    def balanced(self, rank: int) -> LowRankFactors:
+        """Keep the leading ``rank`` channels, scaled for coding: the product is that of :meth:`truncate`.
+
+        Rounding makes an error of one size in every latent channel, and ``b`` carries it to the output. If channel
+        ``i`` is scaled by ``d_i``, a rotation spreads ``Σ σ_i² d_i²`` over all channels, which sets the step, and the
+        output error grows with ``Σ d_i⁻²``; the product of both is least for ``d_i² ∝ 1 / σ_i``: the square root of
+        the singular value goes to either side. :func:`plain_svd` is so already. The energy of the latents stays.
+        """
+        factors, sigma = self.truncate(rank), self.singular_values[:rank]
+        sigma = sigma.clamp_min(_FAINTEST * float(sigma[0])) if float(sigma[0]) > 0 else torch.ones_like(sigma)
+        norms = factors.b.norm(dim=1)
+        scale = torch.where(norms > 0, norms, 1) / sigma.sqrt()
+        scale = scale * (sigma.square().sum() / (sigma * scale).square().sum()).sqrt()
+        return LowRankFactors(a=factors.a * scale, b=factors.b / scale[:, None])
 
 
 def plain_svd(weight: Tensor) -> Decomposition:

@@ -26,3 +26,12 @@ def test_an_outlier_channel_is_spread(rank: int) -> None:
     turned = rotated_factors(LowRankFactors(a, torch.eye(rank, dtype=torch.float64))).a
     assert turned.square().mean(0).max() < 0.1 * a.square().mean(0).max()
     torch.testing.assert_close(turned.norm(dim=1), a.norm(dim=1))
+
+
+@pytest.mark.parametrize("rank", [3, 45, 96, 180])
+def test_falling_energies_come_out_even(rank: int) -> None:
+    energies = torch.linspace(1, 0.01, rank, dtype=torch.float64)
+    mixed = latent_rotation(rank).square().T @ energies  # mean energy of each channel after the rotation
+    large = mixed[: 1 << (rank.bit_length() - 1)]
+    assert large.max() < 1.1 * energies.mean()
+    assert mixed.sum() == pytest.approx(float(energies.sum()))

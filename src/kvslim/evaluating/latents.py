@@ -1,4 +1,4 @@
-"""The latents of one layer of a Palu model, channel by channel: what a Hadamard rotation does to them (Palu, Fig. 4)."""
+"""The latents of one layer of a Palu model, channel by channel: what the Hadamard rotation does (Palu, Fig. 4)."""
 
 from __future__ import annotations
 

@@ -7,19 +7,37 @@ evenly, and nothing is computed at run time.
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor
 
-from kvslim.quantizing.rotation import rotation
+from kvslim.quantizing.rotation import hadamard_blocks, rotation
 from kvslim.types import LowRankFactors
 
 _SEED = 0
 
 
 def latent_rotation(rank: int) -> Tensor:
-    """The orthogonal ``(rank, rank)`` float64 matrix: signed Walsh-Hadamard blocks, for any rank from 1 on."""
+    """The orthogonal ``(rank, rank)`` float64 matrix: signed Walsh-Hadamard blocks, for any rank from 1 on.
+
+    Channels come in falling order of energy, and are dealt to the blocks in turn, each block its share: otherwise the
+    first block would get the largest ones, and set the step for all.
+    """
     # All entries of a block are of one size, so dividing by the column's norm takes off the float32 rounding.
     matrix = rotation(rank, _SEED).double()
-    return matrix / matrix.norm(dim=0)
+    return (matrix / matrix.norm(dim=0))[_dealt(rank)]
+
+
+def _dealt(rank: int) -> list[int]:
+    """The row of the block-diagonal matrix that each channel takes: always in the block that is filled least."""
+    blocks = hadamard_blocks(rank)
+    starts = list(itertools.accumulate(blocks, initial=0))
+    filled, rows = [0] * len(blocks), []
+    for _ in range(rank):
+        block = min(range(len(blocks)), key=lambda one: (filled[one] + 0.5) / blocks[one])
+        rows.append(starts[block] + filled[block])
+        filled[block] += 1
+    return rows
 
 
 def rotated_factors(factors: LowRankFactors) -> LowRankFactors:

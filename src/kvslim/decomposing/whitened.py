@@ -65,21 +65,20 @@ class Decomposition:
             )
         return LowRankFactors(a=self.a[:, :rank], b=self.b[:rank])
 
-    def balanced(self, rank: int) -> LowRankFactors:
+    def balanced(self, rank: int, exponent: float) -> LowRankFactors:
         """Keep the leading ``rank`` channels, scaled for coding: the product is that of :meth:`truncate`.
 
-        Rounding makes an error of about one size in every latent channel, and ``b`` carries it to the output. Scaling
-        channel ``i`` down by ``s_i`` makes the common step smaller and the gain of ``b`` there larger. Rows of ``b``
-        of norm ``σ_i^½`` make the least error of keys and values alike in all directions, but put it where the energy
-        is, and there the queries look too; rows of norm 1 (all the energy in the latents) make a larger one, spread
-        evenly. ``σ_i^¼`` stands between, the optimum if the outputs' use has energies in proportion to ``σ_i``; it
-        measured best at 2 bits, and at 3 as good as any. The energy of the latents as a whole stays.
+        Rounding makes an error of about one size in every latent channel, and ``b`` carries it to the output. Rows of
+        ``b`` of norm ``σ_i^exponent`` decide where: with 0 all the energy is in the latents, their outliers set a
+        coarse step, and the error is the same in all directions. With ½ the step is finest and the summed error of
+        keys and values least, but it lies where their energy is, and there the queries look too. The energy of the
+        latents as a whole stays.
         """
         factors, sigma = self.truncate(rank), self.singular_values[:rank]
         sigma = sigma.clamp_min(_FAINTEST * float(sigma[0])) if float(sigma[0]) > 0 else torch.ones_like(sigma)
         norms = factors.b.norm(dim=1)
         norms = torch.where(norms > 0, norms, 1)
-        scale = norms / sigma.pow(0.25)
+        scale = norms / sigma.pow(exponent)
         energies = (sigma / norms).square()  # of the latents, up to a common factor
         scale = scale * (energies.sum() / (energies * scale.square()).sum()).sqrt()
         return LowRankFactors(a=factors.a * scale, b=factors.b / scale[:, None])

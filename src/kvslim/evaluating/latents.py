@@ -40,8 +40,9 @@ def capture_latents(model: PreTrainedModel, ids: Tensor, layer: int) -> tuple[Te
         projection.register_forward_hook(lambda module, args, latents: kept.append(latents[0].float().cpu()))
         for projection in (attention.k_latent, attention.v_latent)
     ]
+    whole: Any = model  # the mixin alone is no model
     try:
-        model(input_ids=ids[None].to(model.device), use_cache=False, logits_to_keep=1)
+        whole(input_ids=ids[None].to(whole.device), use_cache=False, logits_to_keep=1)
     finally:
         for handle in handles:
             handle.remove()

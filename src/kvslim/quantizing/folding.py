@@ -25,7 +25,8 @@ def latent_rotation(rank: int) -> Tensor:
     """
     # All entries of a block are of one size, so dividing by the column's norm takes off the float32 rounding.
     matrix = rotation(rank, _SEED).double()
-    return (matrix / matrix.norm(dim=0))[_dealt(rank)]
+    dealt: Tensor = (matrix / matrix.norm(dim=0))[_dealt(rank)]
+    return dealt
 
 
 def _dealt(rank: int) -> list[int]:

@@ -42,7 +42,6 @@ def test_the_rotation_flattens_and_both_are_drawn(tiny_llama: PreTrainedModel, t
         config = PaluConfig(rate=0.5, decomposition="svd", bits=4, hadamard=hadamard)
         drawn[label], _ = capture_latents(palu.compress(copy.deepcopy(tiny_llama), None, config), IDS, 0)
     assert outlier_ratio(drawn["before"]) > 1.5 * outlier_ratio(drawn["after"])
-    torch.testing.assert_close(drawn["before"].norm(dim=1), drawn["after"].norm(dim=1), rtol=1e-4, atol=1e-4)
     plot_latents(drawn, tmp_path / "latents.png", "keys of layer 0")
     assert (tmp_path / "latents.png").read_bytes()[:4] == b"\x89PNG"
 

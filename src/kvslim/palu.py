@@ -303,7 +303,7 @@ def _factor(
     weight = projection.weight.detach().T
     groups = torch.chunk(weight, len(ranks), dim=1)
     parts = [(_decompose(group, gram, config.decomposition), rank) for group, rank in zip(groups, ranks, strict=True)]
-    exponent = 0.25 if config.hadamard else 0.5  # each measured best for itself at 2 and 3 bits
+    exponent = 0.25 if config.hadamard else 0.5  # of 0, ¼ and ½ none measured better, at 2 and 3 bits
     factors = [part.balanced(rank, exponent) if config.coded else part.truncate(rank) for part, rank in parts]
     if config.coded and config.hadamard:
         factors = [rotated_factors(one) for one in factors]

@@ -25,6 +25,8 @@ class Row:
     public: float | None = None
     multiple: int = 1
     floor: float = PaluConfig.rank_floor
+    bits: int = 16
+    hadamard: bool = True
 
     @property
     def config(self) -> PaluConfig:
@@ -35,6 +37,8 @@ class Row:
             decomposition=self.decomposition,
             rank_multiple=self.multiple,
             rank_floor=self.floor,
+            bits=self.bits,
+            hadamard=self.hadamard,
         )
 
 
@@ -103,13 +107,15 @@ def all_rows(kv_heads: int, windows: str) -> list[Row]:
     return public_rows(kv_heads, windows) + grid
 
 
-def table_rows(table: int, kv_heads: int) -> list[Row]:
+def table_rows(table: int, kv_heads: int, windows: str = "all") -> list[Row]:
     """The rows that repeat one of the paper's tables with this model's group sizes.
 
     1: joint, grouped (size 4, as the paper's) and per head, by the paper's rule and by our best. 8: every group size at
-    50 %. 10: uniform ranks against automatic ones, at size 4 or, where there is none, joint. Tables 3 and 9 (quantized
-    latents) belong here too, once :class:`Row` says how many bits the latents take.
+    50 %. 10: uniform ranks against automatic ones, at size 4 or, where there is none, joint. 3 and 9 (one run): latents
+    at 16, 4, 3 and 2 bits with and without Hadamard, by the public rule beside the public figures, and by our best.
     """
+    if table in (3, 9):
+        return code_rows(kv_heads, windows)
     sizes = group_sizes(kv_heads)
     grouped = 4 if 4 in sizes else kv_heads
     ours = (("fisher", "whitened"), BEST)
@@ -121,9 +127,38 @@ def table_rows(table: int, kv_heads: int) -> list[Row]:
     return [Row(grouped, ranks, kept, how) for kept in KEPT for ranks, how in RULES if how != "svd"]
 
 
+def code_rows(kv_heads: int, windows: str) -> list[Row]:
+    """Coded latents. The public figures are those of its simulated quantization, at the rank it kept."""
+    public: dict[tuple[float, int, bool], float] = {}
+    size, cells = (3, ((0.697, 32), (0.50, 32))) if kv_heads == 3 else (min(4, kv_heads), ((0.711, 32), (0.50, 1)))
+    if kv_heads == 3 and windows == "all":
+        public = _code_figures(0.697, (24.68, 25.69, 28.43, 70.6), (25.16, 26.56, 43.7))
+        public |= _code_figures(0.50, (31.83, 32.71, 36.31, 81.3), (32.40, 34.70, 58.6))
+    elif kv_heads == 8 and windows == "all":
+        public = _code_figures(0.711, (24.72, 24.98, 25.88, 31.44), (24.83, 25.31, 28.65))
+        public |= _code_figures(0.50, (24.90, 25.17, 26.07, 31.65), (25.03, 25.59, 29.40))
+    codes = [(16, True), *((bits, turned) for bits in (4, 3, 2) for turned in (False, True))]
+    ranks, decomposition = BEST
+    rows = []
+    for kept, multiple in cells:
+        theirs = Row(size, "fisher-rms", kept, multiple=multiple)
+        ours = Row(size, ranks, kept, decomposition)
+        for row in (theirs, ours):
+            figures = public if row is theirs else {}
+            rows += [replace(row, bits=b, hadamard=h, public=figures.get((kept, b, h))) for b, h in codes]
+    return rows
+
+
+def _code_figures(kept: float, plain: tuple[float, ...], turned: tuple[float, ...]) -> dict[Any, float]:
+    """Public perplexities by (kept, bits, Hadamard): 16, 4, 3, 2 bits plain, then 4, 3, 2 bits rotated."""
+    figures = {(kept, bits, bits == 16): value for bits, value in zip((16, 4, 3, 2), plain, strict=True)}
+    return figures | {(kept, bits, True): value for bits, value in zip((4, 3, 2), turned, strict=True)}
+
+
 def markdown(result: dict[str, Any]) -> str:
     """The perplexities of a result file: removed share by group size, then what stands beside public figures."""
-    rows = [row for row in result["rows"] if row["public"] is None]
+    coded = any(row["bits"] < 16 for row in result["rows"])
+    rows = [row for row in result["rows"] if row["public"] is None and not coded]
     sizes = sorted({row["group_size"] for row in rows}, reverse=True)
     found: dict[tuple[float, str, str], dict[int, float]] = {}
     for row in rows:
@@ -137,18 +172,19 @@ def markdown(result: dict[str, Any]) -> str:
     for (kept, ranks, decomposition), by_size in found.items():
         cells = [f"{by_size[size]:.2f}" if size in by_size else "" for size in sizes]
         lines.append(f"| {1 - kept:.0%} | {ranks}, {decomposition} | " + " | ".join(cells) + " |")
-    beside = [row for row in result["rows"] if row["public"] is not None]
+    beside = [row for row in result["rows"] if row["public"] is not None or coded]
     if beside:
         lines += [
             "",
-            "| group | ranks | decomposition | kept | K / V | PPL | public | ours / public |",
-            "|---" * 8 + "|",
+            "| group | ranks | decomposition | bits | kept | K / V | PPL | public | ours / public |",
+            "|---" * 9 + "|",
         ]
     for row in beside:
+        bits = f"{row['bits']}{'' if row['hadamard'] else ', no Hadamard'}"
+        figures = f"{row['public']} | {row['perplexity'] / row['public']:.4f}" if row["public"] else "|"
         lines.append(
-            f"| {row['group_size']} | {row['ranks']} | {row['decomposition']} | {row['achieved']:.3f} | "
-            f"{row['kept_k']:.2f} / {row['kept_v']:.2f} | {row['perplexity']:.3f} | {row['public']} | "
-            f"{row['perplexity'] / row['public']:.4f} |"
+            f"| {row['group_size']} | {row['ranks']} | {row['decomposition']} | {bits} | {row['achieved']:.3f} | "
+            f"{row['kept_k']:.2f} / {row['kept_v']:.2f} | {row['perplexity']:.3f} | {figures} |"
         )
     lines += [
         "",

@@ -7,7 +7,7 @@ exponential of the mean loss over all predictions. One calibration serves all ro
 of 2048 tokens, Fisher information from up to 256 of 1024; short texts give fewer, and the output says how many.
 
 The rows repeat those measured with the public implementation, at the rank it kept (its rounding to 32 misses the
-request), plus the plain 30, 50 and 70 % of every group size. ``--table 1``, ``8`` or ``10`` measures only what repeats
+request), plus the plain 30, 50 and 70 % of every group size. ``--table 1``, ``3``, ``8``, ``9`` or ``10`` measures only what repeats
 that table of the paper with this model's group sizes. ``--print FILE.json`` writes the tables of a file again and
 ``--plot ranks.png`` draws the ranks per layer. Every row is written as it is measured, and ``--resume`` goes on where a
 run was cut short. Needs torch, transformers, safetensors and numpy; works offline, on CUDA if present.
@@ -87,13 +87,17 @@ def test_windows(path: Path, tokenizer: Any, prepend_bos: bool) -> Tensor:
 
 
 @torch.no_grad()
-def perplexity(model: PreTrainedModel, windows: Tensor, batch_size: int) -> float:
-    """Exponential of the mean loss; logits are made in slices, as all at once would take gigabytes."""
+def perplexity(model: PreTrainedModel, windows: Tensor, batch_size: int, *, through_cache: bool = False) -> float:
+    """Exponential of the mean loss; logits are made in slices, as all at once would take gigabytes.
+
+    With ``through_cache`` each batch passes through an empty cache, so that attention sees what the cache keeps.
+    Without, no cache is made and nothing is coded.
+    """
     total, count = 0.0, 0
     head: Any = model.get_output_embeddings()
     for batch in windows.split(batch_size):
         ids = batch.to(model.device)
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        hidden = model.base_model(input_ids=ids, use_cache=through_cache).last_hidden_state[:, :-1]
         targets = ids[:, 1:]
         for start in range(0, hidden.shape[1], SLICE):
             logits = head(hidden[:, start : start + SLICE]).float().flatten(0, 1)
@@ -129,7 +133,7 @@ def measure(
             print(f"skipped {row}: {error}")
             continue
         chosen = model.palu.plan
-        value = perplexity(model, test, batch)
+        value = perplexity(model, test, batch, through_cache=row.config.coded)
         palu.restore(model, saved)
         half = chosen.channels / chosen.kept / 2
         keys = sum(map(sum, chosen.key_ranks)) / half
@@ -140,7 +144,8 @@ def measure(
         beside = f"{row.public:7.2f} {value / row.public:11.4f}" if row.public else ""
         print(
             f"{row.group_size:5} {row.ranks:>10} {row.decomposition:>10} {chosen.kept:6.3f} {keys:5.2f} {values:5.2f} "
-            f"{value:8.3f} {beside}",
+            f"{value:8.3f} {beside}{'' if row.bits == 16 else f'  {row.bits} bits'}"
+            f"{'' if row.bits == 16 or row.hadamard else ', no Hadamard'}",
             flush=True,
         )
 
@@ -222,7 +227,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--windows", choices=["all", "every10"], default="all", help="which test windows")
     parser.add_argument("--calibration-windows", type=int, default=256, help="at most this many")
     parser.add_argument("--prepend-bos", action="store_true", help="start each window with the beginning token")
-    parser.add_argument("--table", type=int, choices=[1, 8, 10], help="only the rows of this table of the paper")
+    parser.add_argument("--table", type=int, choices=[1, 3, 8, 9, 10], help="only the rows of this table of the paper")
     parser.add_argument("--measured-only", action="store_true", help="only rows that the public code was run on")
     parser.add_argument("--only", choices=list(dict.fromkeys(ranks for ranks, _ in RULES)), help="only these ranks")
     parser.add_argument("--batch-size", type=int, default=0, help="0: 8 on CUDA, 1 on a CPU")
@@ -241,7 +246,7 @@ def arguments() -> argparse.Namespace:
 
 def chosen_rows(args: argparse.Namespace, kv_heads: int) -> tuple[list[Row], str]:
     """The rows that the command line asks for, and what the file's name says of them."""
-    rows = table_rows(args.table, kv_heads) if args.table else all_rows(kv_heads, args.windows)
+    rows = table_rows(args.table, kv_heads, args.windows) if args.table else all_rows(kv_heads, args.windows)
     if args.measured_only:
         rows = [row for row in rows if row.public]
     if args.only:

@@ -136,6 +136,22 @@ def test_generate_keeps_a_prompt_within_sinks_and_window_exact(model_dir: Path) 
     assert "stays exact" in result.stderr
 
 
+def test_compress_to_codes_then_generate(model_dir: Path, tmp_path: Path) -> None:
+    from kvslim import palu
+
+    out = tmp_path / "slim"
+    options = ("--decomposition", "svd", "--bits", 4, "--no-hadamard", "--sinks", 1, "--window", 2)
+    result = call("compress", model_dir, "-o", out, "--rate", 0.5, *options)
+    assert result.exit_code == 0, result.output
+    assert "packs latents at 4 bits, without Hadamard" in result.stdout
+    config = palu.load(out).palu.config
+    assert (config.bits, config.hadamard, config.sinks, config.window) == (4, False, 1, 2)
+    generated = call("generate", out, "--prompt", "w1 w2 w3", "--max-new-tokens", 4, "--cache", "none")
+    assert generated.exit_code == 0, generated.output
+    assert "at 4 bits" in generated.stderr
+    assert call("compress", model_dir, "-o", tmp_path / "other", "--bits", 7).exit_code == 2
+
+
 def test_compress_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "slim"
     options = ("--calibration", texts[1], "--window-length", 128, "--dtype", "float32")
@@ -144,6 +160,7 @@ def test_compress_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_p
     assert result.exit_code == 0, result.output
     assert "Kept 50.0%" in result.stdout
     assert (tmp_path / "ranks.png").stat().st_size > 5_000
+    assert "bits" not in result.stdout
     options = ("generate", out, "--prompt", "w1 w2 w3", "--max-new-tokens", 4, "--dtype", "float32")
     generated = call(*options, "--cache", "none")
     assert generated.exit_code == 0, generated.output

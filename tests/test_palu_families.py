@@ -27,7 +27,7 @@ from transformers import (
 
 from kvslim import palu
 from kvslim.caching.latent import LatentCache
-from kvslim.errors import UnsupportedModelError
+from kvslim.errors import ConfigError, UnsupportedModelError
 from kvslim.palu import PaluConfig
 
 VOCAB = 128
@@ -265,7 +265,7 @@ def test_what_is_attended_in_another_way_is_refused() -> None:
 
 
 def test_folding_what_is_clipped_is_refused_before_work() -> None:
-    with pytest.raises(palu.ConfigError, match="clips keys and values"):
+    with pytest.raises(ConfigError, match="clips keys and values"):
         compressed(build("mpt-clip"), fusion="fold")
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvslim.config import JsonConfig, is_count, is_number
+from kvslim.caching.latent_codes import CODE_BITS, check_code_settings
+from kvslim.config import JsonConfig, is_count, is_flag, is_number
 from kvslim.errors import ConfigError
 
 
@@ -29,6 +30,12 @@ class PaluConfig(JsonConfig):
         fusion: how the second factors are used: ``auto`` (whichever has fewer parameters), ``fold`` (``B_v`` into
             ``W_o``, Eq. 5; ``B_k`` into ``W_q`` where keys are not rotated, Eq. 6), ``apply`` (the same, once per query
             at run time) or ``none`` (keys and values are rebuilt for every cached token).
+        bits: width of the cached latents: 16 keeps them in the model's dtype; 2, 3, 4 and 8 pack them as asymmetric
+            integers per token and group (Palu, Sec. 3.4), in whatever passes through a cache.
+        hadamard: fold a Walsh-Hadamard rotation into the factors of each group, so that no latent channel is an
+            outlier. Costs nothing at run time; used below 16 bits only.
+        sinks: tokens at the start of the cache that stay exact; below 16 bits only.
+        window: most recent tokens that stay exact; below 16 bits only.
     """
 
     rate: float = 0.3
@@ -38,6 +45,10 @@ class PaluConfig(JsonConfig):
     rank_multiple: int = 1
     rank_floor: float = 0.125
     fusion: str = "auto"
+    bits: int = 16
+    hadamard: bool = True
+    sinks: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         """Check every field that needs no model."""
@@ -61,6 +72,21 @@ class PaluConfig(JsonConfig):
                 "ranks='spectral' weighs output errors, of which the singular values of the weights alone say nothing. "
                 "Use decomposition='whitened' or 'loss-aware'."
             )
+        self._check_codes()
+
+    def _check_codes(self) -> None:
+        if not is_count(self.bits) or self.bits not in (*CODE_BITS, 16):
+            raise ConfigError(f"bits must be one of {', '.join(map(str, CODE_BITS))} or 16, not {self.bits!r}.")
+        if not is_flag(self.hadamard):
+            raise ConfigError(f"hadamard is true or false, not {self.hadamard!r}.")
+        check_code_settings(min(self.bits, max(CODE_BITS)), self.sinks, self.window)
+        if not self.coded and (self.sinks or self.window):
+            raise ConfigError("sinks and window spare tokens from coding, and 16 bits code none. Set bits below 16.")
+
+    @property
+    def coded(self) -> bool:
+        """Whether the cache packs latents as codes."""
+        return self.bits < 16
 
     @property
     def needs_grams(self) -> bool:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvslim.caching.latent import LatentCache, TokenPositions, layout_of, tokens_to_crop
+from kvslim.caching.latent import LatentCache, layout_of
+from kvslim.caching.latent_layer import tokens_to_crop
+from kvslim.caching.latent_positions import TokenPositions
 from kvslim.errors import CacheStateError
 from kvslim.types import KVShape
 

@@ -148,3 +148,28 @@ def test_bad_output_gradients() -> None:
         loss_aware_svd(w, x.T @ x, torch.eye(16) - 2 * torch.eye(16)[:, :1] @ torch.eye(16)[:1])
     with pytest.raises(NonFiniteError, match="output gradients"):
         loss_aware_svd(w, x.T @ x, torch.full((16, 16), float("nan")))
+
+
+@pytest.mark.parametrize("rank", [1, 7, 16])
+@pytest.mark.parametrize("exponent", [0.25, 0.5])
+def test_balanced_factors_are_the_same_map_split_as_asked(rank: int, exponent: float) -> None:
+    x, w = correlated(300, 24), weight(24, 16)
+    for decomposition in (whitened_svd(w, x.T @ x), plain_svd(w)):
+        plain, even = decomposition.truncate(rank), decomposition.balanced(rank, exponent)
+        torch.testing.assert_close(even.a @ even.b, plain.a @ plain.b, atol=1e-9, rtol=1e-9)
+        powers = even.b.norm(dim=1).pow(1 / exponent) / decomposition.singular_values[:rank]
+        torch.testing.assert_close(powers, powers[:1].expand(rank))
+    whitened = whitened_svd(w, x.T @ x)
+    plain, even = (x @ factors.a for factors in (whitened.truncate(rank), whitened.balanced(rank, exponent)))
+    torch.testing.assert_close(even.norm(), plain.norm(), rtol=1e-5, atol=0)
+
+
+def test_channels_without_energy_stay_finite() -> None:
+    w = weight(24, 16)
+    w[:, 8:] = w[:, :8]
+    for decomposition in (plain_svd(w), plain_svd(torch.zeros(6, 4)), whitened_svd(w, torch.eye(24))):
+        factors = decomposition.balanced(decomposition.full_rank, 0.25)
+        assert torch.isfinite(factors.a).all()
+        assert torch.isfinite(factors.b).all()
+        wanted = decomposition.truncate(decomposition.full_rank)
+        torch.testing.assert_close(factors.a @ factors.b, wanted.a @ wanted.b, atol=1e-8, rtol=1e-8)

@@ -245,3 +245,18 @@ def test_real_model(default_model_dir) -> None:
     assert jolt.ratio >= 3
     assert 0.0005 < jolt.kl < 0.03
     assert jolt.agreement > 0.9
+
+
+def test_coded_latents_are_measured_through_the_cache(tiny_llama: PreTrainedModel) -> None:
+    names = "palu-0:svd,palu-0:svd:8bit,palu-0:svd:2bit,palu-0:svd:2bit:sinks=4:window=40"
+    methods, windows = parse_methods(names), random_windows()
+    variants = palu_variants(tiny_llama, methods, None)
+    results = compare(tiny_llama, methods, windows, CONFIG, variants=variants)
+    exact, eight, two, spared = with_one_pass(tiny_llama, results, windows, variants)
+    assert exact.kl < eight.kl < spared.kl < two.kl
+    assert exact.key_error < eight.key_error < spared.key_error < two.key_error
+    assert two.one_pass_perplexity != pytest.approx(exact.one_pass_perplexity, rel=1e-3)
+    # Rank 32 of 2 x 16 features: 8 bytes of codes, a step and a minimum, in two layers of keys and values; a position.
+    assert two.nbytes == 2 * 96 * (4 * (8 + 4) + 4)
+    assert spared.nbytes == 2 * (96 * 4 + 4 * (52 * (8 + 4) + 44 * 32 * 2))  # exact tokens count as bf16
+    assert "2 bits" in two.note

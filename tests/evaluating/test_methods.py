@@ -59,6 +59,9 @@ def test_jolt(tiny_llama: PreTrainedModel, name: str, config: JoltConfig) -> Non
         ("palu-50:fisher", PaluConfig(rate=0.5, ranks="fisher")),
         ("palu-30:gs1", PaluConfig(rate=0.3, group_size=1)),
         ("palu-30:svd:fisher-rms", PaluConfig(rate=0.3, decomposition="svd", ranks="fisher-rms")),
+        ("palu-30:fisher:4bit", PaluConfig(rate=0.3, ranks="fisher", bits=4)),
+        ("palu-50:2bit:no-hadamard", PaluConfig(rate=0.5, bits=2, hadamard=False)),
+        ("palu-50:8bit:sinks=4:window=32", PaluConfig(rate=0.5, bits=8, sinks=4, window=32)),
         ("palu-12.5:gs2:multiple=8", PaluConfig(rate=0.125, group_size=2, rank_multiple=8)),
     ],
 )
@@ -88,6 +91,8 @@ def test_palu(name: str, config: PaluConfig) -> None:
         ("jolt-3x:rank-only:no-backbone", "nothing is stored"),
         ("jolt-3x:bits=9", "widths from 0 to 8"),
         ("jolt-3x:levels=cubic", "levels is one of"),
+        ("palu-30:5bit", "bits must be one of 2, 3, 4, 8 or 16, not 5"),
+        ("palu-30:sinks=4", "Set bits below 16"),
         ("palu-100", "rate is the fraction"),
         ("palu-30:gs0", "group_size must be a positive"),
     ],

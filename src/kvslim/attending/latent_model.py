@@ -22,6 +22,7 @@ from kvslim.attending.latent_attention import LatentAttention, LayerPlace
 from kvslim.attending.latent_forms import LayerSize
 from kvslim.attending.projections import projections_of
 from kvslim.caching.latent import LatentCache, LatentLayout, layout_of
+from kvslim.caching.latent_codes import LatentCodes
 from kvslim.errors import CacheStateError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -76,19 +77,19 @@ class Snapshot:
     attentions: tuple[nn.Module, ...]
 
 
-def latent_layout(model: PreTrainedModel) -> LatentLayout:
+def latent_layout(model: PreTrainedModel, codes: LatentCodes | None = None) -> LatentLayout:
     """What a latent cache must know of ``model``."""
     rotary = family_of(model).rotary is not None
-    return layout_of(kv_shape_of(model), sliding_window_of(model), rotary=rotary)
+    return layout_of(kv_shape_of(model), sliding_window_of(model), codes, rotary=rotary)
 
 
-def layer_places(model: PreTrainedModel) -> list[LayerPlace]:
-    """What each layer's latent attention takes from ``model``.
+def layer_places(model: PreTrainedModel, codes: LatentCodes | None = None) -> list[LayerPlace]:
+    """What each layer's latent attention takes from ``model``, whose latents are coded as told.
 
     Raises:
         UnsupportedModelError: the family is unknown, or frequencies change with the sequence length.
     """
-    family, rotary, layout = family_of(model), rotary_of(model, all_layers=True), latent_layout(model)
+    family, rotary, layout = family_of(model), rotary_of(model, all_layers=True), latent_layout(model, codes)
     return [LayerPlace(family, model.config, rotary, layers, layout) for layers in rope_layers_of(model)]
 
 

@@ -1,7 +1,8 @@
 """A model whose attention keeps latents, as a directory.
 
 config.json           model_type "kvslim-palu": transformers refuses it in words instead of loading random weights
-kvslim.json           format version, the original configuration, ranks, what was done, hash of the weights
+kvslim.json           format version, the original configuration, ranks, how the cache codes latents, what was done,
+                      hash of the weights
 model.safetensors     all parameters, tied ones once
 generation_config.json, tokenizer files
 """
@@ -22,6 +23,7 @@ from kvslim.attending.latent_attention import LatentAttention
 from kvslim.attending.latent_forms import Forms
 from kvslim.attending.latent_model import install, layer_places
 from kvslim.attending.projections import layer_projections
+from kvslim.caching.latent_codes import LatentCodes
 from kvslim.config import is_count
 from kvslim.errors import CheckpointError, ModelSourceError, UnsupportedModelError
 from kvslim.files import new_directory, sha256
@@ -69,6 +71,7 @@ def write_latent_model(
             "base_config": _of_the_model(json.loads(model.config.to_json_string(use_diff=False))),
             "ranks": [[list(a.k_latent.ranks), list(a.v_latent.ranks)] for a in _latent_modules(model)],
             "forms": [[a.forms.key, a.forms.value] for a in _latent_modules(model)],
+            "codes": _code_settings(model.palu_layout.codes),
             "weights_sha256": sha256(aside / _WEIGHTS),
             "about": about,
         }
@@ -157,7 +160,31 @@ def _wrong_in(description: dict[str, Any]) -> str | None:
         return "its ranks are no key ranks and value ranks of each layer"
     if len(ranks) != config["num_hidden_layers"]:
         return f"its configuration has {config['num_hidden_layers']} layers, its ranks are for {len(ranks)}"
+    return _wrong_codes(description.get("codes"))
+
+
+def _wrong_codes(codes: Any) -> str | None:
+    if codes is None:
+        return None
+    if not isinstance(codes, dict) or set(codes) != _CODES or not all(is_count(n, 0) for n in codes.values()):
+        return f"its codes are not described by the counts {', '.join(sorted(_CODES))}"
     return None
+
+
+_CODES = {"bits", "sinks", "window"}
+
+
+def _code_settings(codes: LatentCodes | None) -> dict[str, int] | None:
+    """How the cache codes latents; the ranks are written apart."""
+    return None if codes is None else {"bits": codes.bits, "sinks": codes.sinks, "window": codes.window}
+
+
+def _codes(description: dict[str, Any]) -> LatentCodes | None:
+    """Undo :func:`_code_settings`. A checkpoint without the entry keeps latents in the model's dtype."""
+    if (settings := description.get("codes")) is None:
+        return None
+    key_ranks, value_ranks = (tuple(tuple(pair[kind]) for pair in description["ranks"]) for kind in (0, 1))
+    return LatentCodes(**settings, key_ranks=key_ranks, value_ranks=value_ranks)
 
 
 _COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
@@ -191,7 +218,13 @@ def _skeleton(description: dict[str, Any]) -> PreTrainedModel:
         setattr(base, family.rotary, type(getattr(base, family.rotary))(config=config))
     shape = kv_shape_of(config)
     attentions = []
-    layers = zip(attention_modules(model), layer_places(model), description["ranks"], description["forms"], strict=True)
+    layers = zip(
+        attention_modules(model),
+        layer_places(model, _codes(description)),
+        description["ranks"],
+        description["forms"],
+        strict=True,
+    )
     for original, place, (key_ranks, value_ranks), forms in layers:
         for ranks in (key_ranks, value_ranks):
             _check_ranks(ranks, shape.kv_heads, shape.head_dim)

@@ -26,6 +26,12 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         str, typer.Option(help="whitened or loss-aware (by calibration text), or svd.")
     ] = "whitened",
     rank_multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 1,
+    bits: Annotated[int, typer.Option(help="Width of cached latents: 2, 3, 4 or 8; 16 keeps the model's dtype.")] = 16,
+    hadamard: Annotated[
+        bool, typer.Option("--hadamard/--no-hadamard", help="Fold a Hadamard rotation into the factors, below 16 bits.")
+    ] = True,
+    sinks: Annotated[int, typer.Option(help="First tokens that stay exact, below 16 bits.")] = 0,
+    window: Annotated[int, typer.Option(help="Most recent tokens that stay exact, below 16 bits.")] = 0,
     calibration: Annotated[
         Path | None, typer.Option(help="Text to calibrate on; Python's reference topics by default.")
     ] = None,
@@ -46,7 +52,17 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     from kvslim.evaluating.texts import all_python_topics, read_text
     from kvslim.files import check_new_directory, check_writable
 
-    config = palu.PaluConfig(rate, group_size, ranks, decomposition, rank_multiple)
+    config = palu.PaluConfig(
+        rate=rate,
+        group_size=group_size,
+        ranks=ranks,
+        decomposition=decomposition,
+        rank_multiple=rank_multiple,
+        bits=bits,
+        hadamard=hadamard,
+        sinks=sinks,
+        window=window,
+    )
     if window_length < 2 or (calibration_windows is not None and calibration_windows < 1):
         raise ConfigError("--window-length is at least 2 and --calibration-windows at least 1.")
     weights = dtype_of(dtype)
@@ -81,6 +97,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
 def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:
     plan = report.plan
     typer.echo(f"Kept {plan.kept:.1%} of the latent channels, {plan.channels} per token in all layers together.")
+    if report.config.coded:
+        rotation = "with" if report.config.hadamard else "without"
+        typer.echo(f"The cache packs latents at {report.config.bits} bits, {rotation} Hadamard rotation.")
     for note in plan.notes:
         typer.echo(note)
     if origin is not None:

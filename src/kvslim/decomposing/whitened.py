@@ -33,6 +33,9 @@ _RIDGE = 1e-10
 """Share of the mean input energy added to the diagonal of the Gram matrix. Far below any effect on directions that
 the calibration data contain; it only orders the directions they never show by their weight."""
 
+_FAINTEST = 1e-6
+"""Singular values below this share of the largest are scaled like it: no channel is blown up without bound."""
+
 _INDEFINITE = 1e-6
 """Largest negative eigenvalue, relative to the largest positive one, that passes as rounding."""
 
@@ -73,6 +76,24 @@ class Decomposition:
                 f"Rank {rank} is outside 1..{self.full_rank} for a {self.a.shape[0]} x {self.b.shape[1]} weight."
             )
         return LowRankFactors(a=self.a[:, :rank], b=self.b[:rank])
+
+    def balanced(self, rank: int, exponent: float) -> LowRankFactors:
+        """Keep the leading ``rank`` channels, scaled for coding: the product is that of :meth:`truncate`.
+
+        Rounding makes an error of about one size in every latent channel, and ``b`` carries it to the output. Rows of
+        ``b`` of norm ``σ_i^exponent`` decide where: with 0 all the energy is in the latents, their outliers set a
+        coarse step, and the error is the same in all directions. With ½ the step is finest and the summed error of
+        keys and values least, but it lies where their energy is, and there the queries look too. The energy of the
+        latents as a whole stays.
+        """
+        factors, sigma = self.truncate(rank), self.singular_values[:rank]
+        sigma = sigma.clamp_min(_FAINTEST * float(sigma[0])) if float(sigma[0]) > 0 else torch.ones_like(sigma)
+        norms = factors.b.norm(dim=1)
+        norms = torch.where(norms > 0, norms, 1)
+        scale = norms / sigma.pow(exponent)
+        energies = (sigma / norms).square()  # of the latents, up to a common factor
+        scale = scale * (energies.sum() / (energies * scale.square()).sum()).sqrt()
+        return LowRankFactors(a=factors.a * scale, b=factors.b / scale[:, None])
 
 
 def plain_svd(weight: Tensor) -> Decomposition:

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvslim.attending.compat import cache_keyword
 from kvslim.attending.families import attention_modules, sliding_window_of
+from kvslim.attending.latent_model import LatentModelMixin
 from kvslim.caching.block import storage_bytes
 from kvslim.caching.compressed import CompressedCache
 from kvslim.caching.latent import LatentCache
@@ -191,17 +192,17 @@ def _finish(model: PreTrainedModel) -> None:
 def score_palu(model: PreTrainedModel, cache: LatentCache, reference: Reference, config: ContinuationConfig) -> Scored:
     """Prefill a Palu model into its own latents, then score through them.
 
-    If the model computes in float32 the latents are rounded to bf16 after the prefill, as a bf16 model would keep
-    them: what is counted is what is scored.
+    If the model computes in float32 its exact latents are rounded to bf16 after the prefill, as a bf16 model would keep
+    them: what is counted is what is scored. Coded latents are what they are.
     """
     _finish(model)
     started = time.perf_counter()
     prefill(model, cache, reference.ids[:, : config.tokens])
     _finish(model)
     seconds = time.perf_counter() - started
-    for layer in cache.layers:
-        if layer.keys.element_size() > 2:
-            layer.keys, layer.values = layer.keys.bfloat16(), layer.values.bfloat16()
+    if model.dtype.itemsize > 2:
+        for layer in cache.layers:
+            layer.round_exact(torch.bfloat16)
     return _scored(model, cache, reference, config, seconds)
 
 
@@ -261,7 +262,8 @@ def seen_by_attention(model: PreTrainedModel, cache: Cache, layer: int) -> tuple
     attention: Any = attention_modules(model)[layer]
     dtype = attention.k_latent.down.weight.dtype
     positions = cache.positions.last(held.held) if cache.layout.rotary else None
-    keys, values = attention.dense(held.keys.to(dtype), held.values.to(dtype), positions)
+    latents = (part.to(dtype) for part in held.dense())
+    keys, values = attention.dense(*latents, positions)
     return keys, values
 
 
@@ -270,7 +272,8 @@ def perplexity(model: PreTrainedModel, windows: Tensor) -> float:
     """One-pass perplexity over ``(windows, length)`` token ids that do not overlap; each window is run on its own.
 
     No cache is read back, so a run-time cache has no part in it. For a Palu model keys and values go through the
-    factors all the same, so its loss shows.
+    factors all the same, so its loss shows; if it codes latents, each window passes through an empty cache of its own,
+    and attention sees what that cache keeps.
 
     Raises:
         ConfigError: the windows are not of this shape, or shorter than two tokens.
@@ -278,7 +281,8 @@ def perplexity(model: PreTrainedModel, windows: Tensor) -> float:
     if windows.ndim != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
         raise ConfigError(f"Windows have the shape (windows, length >= 2), not {tuple(windows.shape)}.")
     nll = 0.0
+    coded = isinstance(model, LatentModelMixin) and model.palu_layout.codes is not None
     for window in windows.to(model.device):
-        logits = model(input_ids=window[None], use_cache=False).logits[0, :-1].float()
+        logits = model(input_ids=window[None], use_cache=coded).logits[0, :-1].float()
         nll += float(torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum"))
     return math.exp(nll / (windows.shape[0] * (windows.shape[1] - 1)))

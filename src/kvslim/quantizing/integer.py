@@ -36,9 +36,16 @@ class IntegerCodes:
     gain: float = 1.0
 
 
-def encode(x: Tensor, bits: int) -> IntegerCodes:
-    """Encode ``x`` of shape ``(..., size)``, float32 and finite (Palu, Appendix A, with a float minimum)."""
-    gain = power_of_two_gain(x)
+def encode(x: Tensor, bits: int, *, gain: float | None = None) -> IntegerCodes:
+    """Encode ``x`` of shape ``(..., size)``, float32 and finite (Palu, Appendix A, with a float minimum).
+
+    Args:
+        x: the rows.
+        bits: code width, 1 to 8.
+        gain: a power of two to take off all rows; ``None`` finds it from the largest magnitude, so that the codes of
+            a row depend on the others.
+    """
+    gain = power_of_two_gain(x) if gain is None else gain
     x = x / gain
     low, high = x.amin(-1), x.amax(-1)
     minima = low.to(torch.float16)

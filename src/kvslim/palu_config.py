@@ -7,6 +7,7 @@ from typing import Any
 
 from kvslim.config import JsonConfig, is_count, is_number
 from kvslim.errors import ConfigError
+from kvslim.recovery_config import RecoveryReport
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,14 @@ class PaluReport:
         plan: the ranks used.
         calibration_tokens: tokens behind the Gram matrices, 0 if none were needed.
         fisher_windows: windows behind the Fisher information, 0 if none were needed.
+        recoveries: what was trained afterwards, in order; see :mod:`kvslim.recovery`.
     """
 
     config: PaluConfig
     plan: PaluPlan
     calibration_tokens: int
     fisher_windows: int
+    recoveries: tuple[RecoveryReport, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -124,4 +127,5 @@ class PaluReport:
         key_ranks, value_ranks = (tuple(map(tuple, stored[name])) for name in ("key_ranks", "value_ranks"))
         chosen = PaluPlan(key_ranks, value_ranks, stored["group_size"], stored["full_rank"], tuple(stored["notes"]))
         config = PaluConfig.from_dict(data["config"])
-        return cls(config, chosen, data["calibration_tokens"], data["fisher_windows"])
+        recoveries = tuple(map(RecoveryReport.from_dict, data.get("recoveries", ())))
+        return cls(config, chosen, data["calibration_tokens"], data["fisher_windows"], recoveries)

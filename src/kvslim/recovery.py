@@ -28,7 +28,7 @@ from kvslim.recovery_config import RecoveryConfig, RecoveryReport
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RecoveryConfig", "RecoveryReport", "read_rows", "recover"]
+__all__ = ["RecoveryConfig", "RecoveryReport", "read_rows", "recover", "require_peft"]
 
 
 def recover(

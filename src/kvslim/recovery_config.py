@@ -46,7 +46,7 @@ class RecoveryConfig(JsonConfig):
     learning_rate: float = 2e-4
     epochs: int = 1
     steps: int | None = None
-    batch_size: int = 8
+    batch_size: int = 4
     micro_batch: int | None = None
     max_length: int = 1024
     pack: bool = True

@@ -28,7 +28,7 @@ def recover(  # noqa: PLR0913, PLR0917  # each option of the command is a parame
     lr: Annotated[float, typer.Option(help="Highest learning rate; it falls as a cosine.")] = 2e-4,
     epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Steps instead of epochs.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     micro_batch: Annotated[
         int | None, typer.Option(help="Sequences in memory at once, where a batch does not fit. [default: the batch]")
     ] = None,

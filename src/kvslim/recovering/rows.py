@@ -94,6 +94,7 @@ def _parsed(text: str, where: str) -> Any:
 
 def _check(row: Any, where: str) -> None:
     """Refuse what is neither text nor instruction."""
+    fields: dict[str, Any]
     if isinstance(row, str):
         fields = {"text": row}
     elif not isinstance(row, Mapping):

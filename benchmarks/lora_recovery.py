@@ -6,7 +6,8 @@
 The model is compressed once, as in palu_table.py: float32, TF32 off, calibrated on up to 256 windows of 2048 tokens,
 and measured on the test text in windows of 2048. Every run starts from this same compressed model, trains, and is
 measured in the same way. ``recovered`` is the share of the loss that is taken back:
-``(compressed - after) / (compressed - uncompressed)``.
+``(compressed - after) / (compressed - uncompressed)``. Part of it may be no recovery but that the data is nearer to
+the test text than what the model was trained on last: run the same with ``--rate 0`` to see how much.
 
 A run is given as ``name=value`` pairs with commas between them. ``data`` are sources with ``+`` between them, and so
 are ``targets``; ``lr`` is the learning rate; all other names are settings of kvslim.recovery.RecoveryConfig. The JSON
@@ -95,6 +96,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tf32", action="store_true", help="train with TF32; measured is without")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run after this time")
     parser.add_argument("--batch-size", type=int, default=0, help="of measurements; 0: 8 on CUDA, 1 on a CPU")
+    parser.add_argument("--name", default="", help="last part of the file name [the rate]")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for the JSON file")
     parser.add_argument("--commit", default="", help="recorded commit, where git is not at hand")
     return parser.parse_args()
@@ -129,16 +131,18 @@ def main() -> None:
     }  # fmt: skip
     result["files"] |= {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sources.values()}
     args.out.mkdir(parents=True, exist_ok=True)
-    target = args.out / f"lora_recovery-{args.model.name}.json"
+    target = args.out / f"lora_recovery-{args.model.name}-{args.name or f'{args.rate:g}'}.json"
     for words, names, recovery in runs:
         if time.perf_counter() - begun > args.seconds:
             print(f"no time left for {words}")
             continue
         found = measure(model, tokenizer, [row for name in names for row in rows[name]], recovery, test, args)
-        share = (after - found["perplexity"]) / (after - before)
+        # At rate 0 nothing is lost; the run then shows what the data does to the model itself.
+        share = (after - found["perplexity"]) / (after - before) if after > 1.001 * before else None
         result["runs"].append({"run": words, "data": names, "recovered": share, **found})
+        beside = "" if share is None else f"recovered {share:6.1%}"
         print(
-            f"{found['perplexity']:8.3f} recovered {share:6.1%}  {found['steps']:5} steps {found['seconds']:5.0f} s  "
+            f"{found['perplexity']:8.3f} {beside}  {found['steps']:5} steps {found['seconds']:5.0f} s  "
             f"loss {found['first_loss']:.3f} to {found['last_loss']:.3f}  {words}",
             flush=True,
         )

@@ -7,7 +7,7 @@ exponential of the mean loss over all predictions. One calibration serves all ro
 of 2048 tokens, Fisher information from up to 256 of 1024; short texts give fewer, and the output says how many.
 
 The rows repeat those measured with the public implementation, at the rank it kept (its rounding to 32 misses the
-request), plus the plain 30, 50 and 70 % of every group size. ``--table 1``, ``3``, ``8``, ``9`` or ``10`` measures only what repeats
+request), plus the plain 30, 50 and 70 % of every group size. ``--table N`` (1, 3, 8, 9, 10) measures only what repeats
 that table of the paper with this model's group sizes. ``--print FILE.json`` writes the tables of a file again and
 ``--plot ranks.png`` draws the ranks per layer. Every row is written as it is measured, and ``--resume`` goes on where a
 run was cut short. Needs torch, transformers, safetensors and numpy; works offline, on CUDA if present.

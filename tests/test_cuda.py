@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 from kvslim import palu
 from kvslim.jolt import JoltCache
 from kvslim.quantizing import integer, rotated
+from kvslim.recovery import RecoveryConfig, recover
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MakeTiny = Callable[..., PreTrainedModel]
@@ -88,3 +91,35 @@ def test_palu(make_tiny: MakeTiny) -> None:
     windows = torch.randint(3, 128, (4, 48), generator=torch.Generator().manual_seed(7))
     palu.compress(model, None, palu.PaluConfig(rate=0.0), windows)
     assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS), expected)
+
+
+class _Letters:
+    """One token per character of ASCII."""
+
+    bos_token_id, eos_token_id, chat_template = 1, 2, None
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recovery(make_tiny: MakeTiny, tmp_path: Path, dtype: torch.dtype) -> None:
+    windows = torch.randint(2, 128, (4, 48), generator=torch.Generator().manual_seed(2))
+    model = palu.compress(make_tiny().cuda(), None, palu.PaluConfig(rate=0.5), windows).to(dtype)
+    broken, random = copy.deepcopy(model), torch.cuda.get_rng_state()
+    rows = [" ".join(map(str, range(n))) for n in range(5, 25)]
+    config = RecoveryConfig(rank=4, learning_rate=1e-2, steps=30, max_length=48)
+    report = recover(model, _Letters(), rows, config)
+    assert report.last_loss < report.first_loss
+
+    def interrupt(_: str, step: int, __: int) -> None:
+        if step == 13:
+            raise KeyboardInterrupt
+
+    place = tmp_path / "state"
+    with pytest.raises(KeyboardInterrupt):
+        recover(broken, _Letters(), rows, config, checkpoint=place, checkpoint_every=10, progress=interrupt)
+    after = recover(broken, _Letters(), rows, config, checkpoint=place)
+    assert after.losses[:13] == pytest.approx(report.losses[:13], rel=1e-3)
+    assert after.losses == pytest.approx(report.losses, rel=0.05)
+    assert torch.equal(torch.cuda.get_rng_state(), random)

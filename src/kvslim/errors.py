@@ -37,3 +37,11 @@ class ModelSourceError(KvslimError, OSError):
 
 class CheckpointError(KvslimError, ValueError):
     """A stored file or directory is damaged, of another format, or of a newer version."""
+
+
+class TrainingDataError(KvslimError, ValueError):
+    """The rows to train on are missing, malformed or too short."""
+
+
+class MissingDependencyError(KvslimError, ImportError):
+    """An optional package is needed and not installed; the message names the command that installs it."""

@@ -8,6 +8,7 @@ from typing import Any
 from kvslim.caching.latent_codes import CODE_BITS, check_code_settings
 from kvslim.config import JsonConfig, is_count, is_flag, is_number
 from kvslim.errors import ConfigError
+from kvslim.recovery_config import RecoveryReport
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class PaluReport:
             ``fold``, see :mod:`kvslim.attending.latent_forms`.
         dense_parameters: parameters of all query, key, value and output projections before, biases aside.
         parameters: the same after (Palu, Appendix B).
+        recoveries: what was trained afterwards, in order; see :mod:`kvslim.recovery`.
     """
 
     config: PaluConfig
@@ -154,6 +156,7 @@ class PaluReport:
     forms: tuple[tuple[str, str], ...]
     dense_parameters: int
     parameters: int
+    recoveries: tuple[RecoveryReport, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -183,4 +186,5 @@ class PaluReport:
             forms=tuple(map(tuple, data["forms"])),
             dense_parameters=data["dense_parameters"],
             parameters=data["parameters"],
+            recoveries=tuple(map(RecoveryReport.from_dict, data.get("recoveries", ()))),
         )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvslim.cli import compressing, evaluating, generating, needle, sessions
+from kvslim.cli import compressing, evaluating, generating, needle, recovering, sessions
 from kvslim.cli.common import CleanErrors
 
 app = typer.Typer(
@@ -37,6 +37,10 @@ _EXAMPLES: dict[str, tuple[str, ...]] = {
         "kvslim compress default -o smollm2-palu30 --rate 0.3",
         "kvslim compress org/model -o slim --rate 0.5 --group-size 4 --ranks fisher --calibration train.txt",
     ),
+    "recover": (
+        "kvslim recover slim -o slim-recovered --data alpaca.jsonl --checkpoint slim.state",
+        "kvslim recover slim -o slim-recovered --data alpaca.jsonl --data code.jsonl --epochs 3 --eval-text test.txt",
+    ),
     "generate": (
         'kvslim generate default --prompt "What is a KV cache?" --cache none',
         'kvslim generate default --prompt-file report.txt --prompt "Sum this up." --cache jolt --ratio 4',
@@ -54,6 +58,7 @@ _EXAMPLES: dict[str, tuple[str, ...]] = {
 _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": evaluating.demo,
     "compress": compressing.compress,
+    "recover": recovering.recover,
     "generate": generating.generate,
     "eval": evaluating.evaluate_methods,
     "needle": needle.needle,

@@ -94,13 +94,18 @@ def load_model(name: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
     if is_compressed(name):
-        from transformers import AutoTokenizer
-
-        from kvslim import palu
-
-        model = palu.load(name).to(device=device, dtype=dtype)
-        return model, AutoTokenizer.from_pretrained(name, config=model.config)
+        return load_compressed(name, dtype, device)
     return models.load(name, dtype=dtype, device=device)
+
+
+def load_compressed(name: str, dtype: torch.dtype | None, device: str) -> tuple[Any, Any]:
+    """A compressed model in eval mode, by default in the dtype that it was saved in, and its tokenizer."""
+    from transformers import AutoTokenizer
+
+    from kvslim import palu
+
+    model = palu.load(name).to(device=device, dtype=dtype)
+    return model, AutoTokenizer.from_pretrained(name, config=model.config)
 
 
 def is_compressed(name: str) -> bool:

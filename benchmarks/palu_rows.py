@@ -39,6 +39,7 @@ class Row:
             rank_floor=self.floor,
             bits=self.bits,
             hadamard=self.hadamard,
+            fusion="none",  # the same function, and the fastest one for whole windows
         )
 
 
@@ -50,6 +51,8 @@ RULES = (
     ("uniform", "loss-aware"),
     ("spectral", "loss-aware"),
     ("uniform", "svd"),
+    ("fisher", "svd"),
+    ("spectral", "svd"),
 )
 """Ranks and decomposition of the rows at every size and share; the sixth is our best."""
 
@@ -97,14 +100,15 @@ def public_rows(kv_heads: int, windows: str) -> list[Row]:
 
 
 def all_rows(kv_heads: int, windows: str) -> list[Row]:
-    """The rows of :func:`public_rows`, then 30, 50 and 70 % of every group size by every rule."""
+    """The rows beside public figures and those with coded latents, then 30, 50, 70 % of every size by every rule."""
     grid = [
         Row(size, ranks, kept, decomposition)
         for kept in KEPT
         for size in group_sizes(kv_heads)
         for ranks, decomposition in RULES
     ]
-    return public_rows(kv_heads, windows) + grid
+    named = public_rows(kv_heads, windows) + (code_rows(kv_heads, windows) if windows == "all" else [])
+    return list(dict.fromkeys(named + grid))
 
 
 def table_rows(table: int, kv_heads: int, windows: str = "all") -> list[Row]:
@@ -157,8 +161,7 @@ def _code_figures(kept: float, plain: tuple[float, ...], turned: tuple[float, ..
 
 def markdown(result: dict[str, Any]) -> str:
     """The perplexities of a result file: removed share by group size, then what stands beside public figures."""
-    coded = any(row["bits"] < 16 for row in result["rows"])
-    rows = [row for row in result["rows"] if row["public"] is None and not coded]
+    rows = [row for row in result["rows"] if row["public"] is None and row["bits"] == 16]
     sizes = sorted({row["group_size"] for row in rows}, reverse=True)
     found: dict[tuple[float, str, str], dict[int, float]] = {}
     for row in rows:
@@ -172,7 +175,7 @@ def markdown(result: dict[str, Any]) -> str:
     for (kept, ranks, decomposition), by_size in found.items():
         cells = [f"{by_size[size]:.2f}" if size in by_size else "" for size in sizes]
         lines.append(f"| {1 - kept:.0%} | {ranks}, {decomposition} | " + " | ".join(cells) + " |")
-    beside = [row for row in result["rows"] if row["public"] is not None or coded]
+    beside = [row for row in result["rows"] if row["public"] is not None or row["bits"] < 16]
     if beside:
         lines += [
             "",

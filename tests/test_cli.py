@@ -246,7 +246,6 @@ def test_needle(model_dir: Path, tmp_path: Path) -> None:
         ("needle MODEL --out model.json", "model.png is a directory"),
         ("compress MODEL -o OUT --rate 1", "rate is the fraction"),
         ("compress MODEL -o OUT --ranks magic", "uniform, fisher"),
-        ("compress MODEL -o OUT --ranks spectral --decomposition svd", "loss-aware"),
         ("compress MODEL -o OUT --group-size 0", "group_size must be"),
         ("compress MODEL -o MODEL", "exists already"),
         ("compress MODEL -o OUT --calibration nowhere.txt", "cannot be read"),

@@ -66,7 +66,7 @@ def test_a_cut_run_goes_on(script: Any, tiny_llama: PreTrainedModel, tmp_path: P
     assert [row["achieved"] for row in result["rows"]] == [0.5, 0.5]
     text = script.markdown(result)
     assert f"| 50% | uniform, whitened | {first[0]['perplexity']:.2f} |" in text
-    assert "| 2 | spectral | loss-aware | 0.500 |" in text
+    assert "| 2 | spectral | loss-aware | 16 | 0.500 |" in text
     with pytest.raises(ConfigError, match="another commit"):
         script.Target(path, {**ABOUT, "commit": "d"}, resume=True)
     with pytest.raises(ConfigError, match="no ranks but uniform"):

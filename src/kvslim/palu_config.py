@@ -68,11 +68,6 @@ class PaluConfig(JsonConfig):
         ):
             if value not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
-        if self.ranks == "spectral" and self.decomposition == "svd":
-            raise ConfigError(
-                "ranks='spectral' weighs output errors, of which the singular values of the weights alone say nothing. "
-                "Use decomposition='whitened' or 'loss-aware'."
-            )
         self._check_codes()
 
     def _check_codes(self) -> None:
@@ -91,7 +86,7 @@ class PaluConfig(JsonConfig):
 
     @property
     def needs_grams(self) -> bool:
-        return self.decomposition != "svd"
+        return self.decomposition != "svd" or self.ranks == "spectral"
 
     @property
     def needs_fisher(self) -> bool:

@@ -14,7 +14,7 @@ from kvslim.attending.families import family_of, kv_shape_of
 from kvslim.attending.projections import Part, projections_of
 from kvslim.calibrating.fisher import FisherStats
 from kvslim.calibrating.grams import GramStats
-from kvslim.decomposing.whitened import output_energies
+from kvslim.decomposing.whitened import output_energies, plain_output_energies
 from kvslim.errors import CalibrationError, ConfigError
 from kvslim.palu_config import PaluConfig, PaluPlan
 
@@ -91,7 +91,8 @@ Metric = tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]
 def metrics_of(model: Any, config: PaluConfig, grams: GramStats | None, fisher: FisherStats | None) -> list[Metric]:
     """The metric of each layer, as far as the decomposition asks for it."""
     layers = len(projections_of(model))
-    inputs: Sequence[Tensor | None] = grams.grams if grams is not None and config.needs_grams else [None] * layers
+    used = None if config.decomposition == "svd" else grams
+    inputs: Sequence[Tensor | None] = [None] * layers if used is None else used.grams
     if len(inputs) != layers:
         raise CalibrationError(f"{len(inputs)} Gram matrices for {layers} layers. Calibrate this model.")
     if not config.needs_output_grams:
@@ -118,7 +119,10 @@ def _group_energies(
     for parts, gram, (_, outputs) in zip(projections_of(model), grams.grams, metrics, strict=True):
         for part, output_gram in zip((parts.key, parts.value), outputs, strict=True):
             for weight, metric in groups_of(part, groups, output_gram):
-                found.append(output_energies(weight, gram, metric).tolist())
+                if config.decomposition == "svd":
+                    found.append(plain_output_energies(weight, gram).tolist())
+                else:
+                    found.append(output_energies(weight, gram, metric).tolist())
     return found
 
 

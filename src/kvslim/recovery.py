@@ -18,7 +18,7 @@ from kvslim.checkpointing.fingerprint import identity_of
 from kvslim.config import is_count
 from kvslim.errors import ConfigError, UnsupportedModelError
 from kvslim.files import check_writable
-from kvslim.palu import Progress
+from kvslim.palu_build import Progress
 from kvslim.recovering.adapters import adapted, require_peft, target_layers
 from kvslim.recovering.rows import TrainingSet, read_rows, training_set
 from kvslim.recovering.state import read_state, write_state

@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvslim.decomposing.whitened import loss_aware_svd, output_energies, plain_svd, whitened_svd
+from kvslim.decomposing.whitened import (
+    loss_aware_svd,
+    output_energies,
+    plain_output_energies,
+    plain_svd,
+    whitened_svd,
+)
 from kvslim.errors import CalibrationError, ConfigError, NonFiniteError
 
 
@@ -136,6 +142,18 @@ def test_energies_alone_are_those_of_the_decompositions() -> None:
         (output_energies(w, x.T @ x, g.T @ g), loss_aware_svd(w, x.T @ x, g.T @ g)),
     ):
         torch.testing.assert_close(energies, decomposition.singular_values.square(), rtol=1e-9, atol=1e-9)
+
+
+def test_energies_of_plain_svd_add_up_to_the_errors_it_makes_of_the_outputs() -> None:
+    x, w = correlated(300, 24), weight(24, 16)
+    energies, plain = plain_output_energies(w, x.T @ x), plain_svd(w)
+    assert (energies.diff() <= 0).all()
+    errors = [float((x @ (w - plain.a[:, :r] @ plain.b[:r])).square().sum()) for r in range(17)]
+    ours = [float(energies[r:].sum()) for r in range(17)]
+    assert ours[0] == pytest.approx(errors[0])
+    chosen = [r for r in range(17) if ours[r] == pytest.approx(errors[r], rel=1e-9, abs=1e-6)]
+    assert len(chosen) >= 3  # at the ends of runs they are exact,
+    assert all(one <= other + 1e-6 for one, other in zip(ours, errors, strict=True))  # and the hull lies below
 
 
 def test_bad_output_gradients() -> None:

@@ -185,7 +185,7 @@ class LatentCache(Cache):  # type: ignore[misc,unused-ignore]
 
     def report(self) -> LatentReport:
         """Measured bytes beside those of the same tokens uncompressed."""
-        rows = next((int(layer.keys.shape[0]) for layer in self.layers if layer.keys is not None), 0)
+        rows = next((int(tensor.shape[0]) for layer in self.layers for tensor in layer.tensors()), 0)
         one = KVShape(1, self.layout.shape.kv_heads, self.layout.shape.head_dim)
         dense = sum(one.dense_bytes(rows * layer.held) for layer in self.layers)
         bits = None if self.layout.codes is None else self.layout.codes.bits

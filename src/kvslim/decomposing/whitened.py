@@ -158,6 +158,28 @@ def output_energies(weight: Tensor, gram: Tensor, output_gram: Tensor | None = N
     return _leading(torch.linalg.eigvalsh(covariance), min(weight.shape))
 
 
+def plain_output_energies(weight: Tensor, gram: Tensor) -> Tensor:
+    """What each channel of :func:`plain_svd` adds to the squared error of the outputs when it is cut off.
+
+    With ``W = Σᵢ σᵢ uᵢ vᵢᵀ`` the error of the outputs at a rank is exactly the sum of ``σᵢ² uᵢᵀ G uᵢ`` beyond it. These
+    need not fall with ``i``, as plain SVD does not know ``G``; where they rise, neighbours share their mean, so that
+    the sums at the ends of each such run, the ranks worth choosing, stay what they are.
+
+    Arguments, result and errors as for :func:`output_energies`.
+    """
+    decomposition = plain_svd(weight)
+    left = decomposition.a * decomposition.singular_values.sqrt()  # σᵢ uᵢ
+    found = (left * (gram.to(left) @ left)).sum(0).clamp_min(0).tolist()
+    runs: list[tuple[float, int]] = []  # mean and length, by pooling adjacent violators
+    for energy in found:
+        mean, length = energy, 1
+        while runs and runs[-1][0] < mean:
+            before, count = runs.pop()
+            mean, length = (before * count + mean * length) / (count + length), count + length
+        runs.append((mean, length))
+    return torch.tensor([mean for mean, length in runs for _ in range(length)], dtype=torch.float64)
+
+
 def _covariance(weight: Tensor, gram: Tensor) -> Tensor:
     """``Wᵀ G W``, the second moments of the outputs, with a ridge on ``G``."""
     inputs, _ = weight.shape

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from kvslim.attending.families import attention_modules, decoder_layers
-from kvslim.attending.latent_attention import LowRankProjection
+from kvslim.attending.low_rank import LowRankProjection
 from kvslim.errors import MissingDependencyError, NonFiniteError, UnsupportedModelError
 from kvslim.recovery_config import RecoveryConfig
 

@@ -106,6 +106,8 @@ class PaluReport:
             ``fold``, see :mod:`kvslim.attending.latent_forms`.
         dense_parameters: parameters of all query, key, value and output projections before, biases aside.
         parameters: the same after (Palu, Appendix B).
+        calibration_sha256: hash of the calibration windows; see :func:`kvslim.calibrating.windows.windows_hash`.
+            ``None`` if none were needed or only their statistics were given.
     """
 
     config: PaluConfig
@@ -115,6 +117,7 @@ class PaluReport:
     forms: tuple[tuple[str, str], ...]
     dense_parameters: int
     parameters: int
+    calibration_sha256: str | None = None
 
     @property
     def rate(self) -> float:
@@ -144,4 +147,5 @@ class PaluReport:
             forms=tuple(map(tuple, data["forms"])),
             dense_parameters=data["dense_parameters"],
             parameters=data["parameters"],
+            calibration_sha256=data["calibration_sha256"],
         )

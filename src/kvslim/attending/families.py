@@ -17,6 +17,9 @@ from kvslim.types import KVShape, Rope
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+COMPRESSED = "kvslim_palu_"
+"""What ``config.model_type`` of a compressed model that was loaded begins with; the original's follows."""
+
 _MOVING_FREQUENCIES = frozenset({"dynamic", "longrope"})
 """Rope types whose frequencies depend on the sequence length, so that a key cannot be rotated again later."""
 
@@ -120,7 +123,7 @@ def family_of(config_or_model: Any, *, run_time: bool = False) -> Family:
         UnsupportedModelError: there is no such row; the message lists the supported families.
     """
     model_type = getattr(text_config(config_or_model), "model_type", None)
-    family = FAMILIES.get(str(model_type))
+    family = FAMILIES.get(str(model_type).removeprefix(COMPRESSED))
     if family is None or (run_time and not family.run_time):
         supported = ", ".join(sorted(name for name, row in FAMILIES.items() if row.run_time or not run_time))
         what = "Run-time methods do not support" if run_time else "kvslim has no family for"

@@ -1,6 +1,6 @@
 """Compressed models become known to transformers when kvslim is imported, whichever of the two is imported first.
 
-``AutoConfig`` needs a class per compressed family. Making them loads transformers, which takes seconds, and
+``AutoConfig`` needs a class per compressed family. Making it loads transformers, which takes seconds, and
 ``import kvslim`` is to be quick. So if ``AutoConfig`` is not there yet, a finder waits for its module to be imported,
 lets the usual machinery load it, registers, and is gone. Nothing of transformers is changed.
 """
@@ -13,6 +13,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
+
+from kvslim.model_types import COMPRESSED, ORIGINALS
 
 _AWAITED = "transformers.models.auto.configuration_auto"
 
@@ -34,21 +37,38 @@ def model_classes(model_type: str) -> tuple[type, type]:
     Raises:
         UnsupportedModelError: this kvslim does not know the family.
     """
-    from kvslim.attending.families import COMPRESSED, FAMILIES
     from kvslim.attending.latent_config import latent_config_class
     from kvslim.attending.latent_model import causal_class
     from kvslim.errors import UnsupportedModelError
 
     family = model_type.removeprefix(COMPRESSED)
-    if family not in FAMILIES:
+    if family not in ORIGINALS:
         raise UnsupportedModelError(f"This kvslim does not know the model type {model_type!r}. Update kvslim.")
     return latent_config_class(family), causal_class(family)
 
 
 def _register() -> None:
-    from kvslim.attending.latent_config import register_configs
+    """Register, for each family, a door to its configuration class.
 
-    register_configs()
+    The classes themselves derive from modules of transformers that cannot be imported while ``AutoConfig`` is.
+    """
+    from transformers.configuration_utils import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    for family in ORIGINALS:
+        body = {"__module__": __name__, "model_type": COMPRESSED + family, **_door_methods(COMPRESSED + family)}
+        AutoConfig.register(COMPRESSED + family, type("PaluConfigDoor", (PreTrainedConfig,), body), exist_ok=True)
+
+
+def _door_methods(model_type: str) -> dict[str, Any]:
+    def new(_: type, *args: Any, **kwargs: Any) -> Any:
+        return model_classes(model_type)[0](*args, **kwargs)
+
+    def from_dict(_: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        config_class: Any = model_classes(model_type)[0]
+        return config_class.from_dict(config_dict, **kwargs)
+
+    return {"__new__": new, "from_dict": classmethod(from_dict)}
 
 
 class _Finder(MetaPathFinder):

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from kvslim.errors import UnsupportedModelError
+from kvslim.model_types import COMPRESSED
 from kvslim.types import KVShape, Rope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-COMPRESSED = "kvslim_palu_"
-"""What ``config.model_type`` of a compressed model that was loaded begins with; the original's follows."""
 
 _MOVING_FREQUENCIES = frozenset({"dynamic", "longrope"})
 """Rope types whose frequencies depend on the sequence length, so that a key cannot be rotated again later."""

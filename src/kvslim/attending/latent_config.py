@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from kvslim.attending.families import COMPRESSED, FAMILIES, kv_shape_of
+from kvslim.attending.families import kv_shape_of
 from kvslim.attending.latent_forms import Forms
 from kvslim.config import is_count
 from kvslim.errors import CheckpointError, KvslimError
+from kvslim.model_types import COMPRESSED
 from kvslim.palu_config import PaluReport
 
 FORMAT = "kvslim-palu"
@@ -71,14 +72,6 @@ def latent_config_class(model_type: str) -> type:
     original = CONFIG_MAPPING[model_type]
     body = {"__module__": __name__, "model_type": COMPRESSED + model_type}
     return type(f"Palu{original.__name__}", (LatentConfigMixin, original), body)
-
-
-def register_configs() -> None:
-    """Make the model types of all compressed families known to ``AutoConfig``; model classes follow at first use."""
-    from transformers.models.auto.configuration_auto import AutoConfig
-
-    for model_type in FAMILIES:
-        AutoConfig.register(COMPRESSED + model_type, latent_config_class(model_type), exist_ok=True)
 
 
 def of_the_model(config: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from kvslim.attending.families import COMPRESSED, family_of
-from kvslim.attending.latent_config import FORMAT, FORMAT_VERSION, latent_config_class, of_the_model
+from kvslim.attending.families import family_of
+from kvslim.attending.latent_config import FORMAT, FORMAT_VERSION, of_the_model
 from kvslim.caching.latent import LatentCache, LatentLayout
 from kvslim.checkpointing.latent_card import CARD, Facts, model_card
 from kvslim.files import sha256
+from kvslim.model_types import COMPRESSED
 from kvslim.version import __version__
 
 CONFIG, WEIGHTS, INDEX, SHIM = "config.json", "model.safetensors", "model.safetensors.index.json", "kvslim_palu.py"
@@ -57,13 +58,13 @@ class Described:
     quality: dict[str, Any] | None = None
 
 
-def write_metadata(folder: Path, config: Any, architecture: str, described: Described) -> None:
+def write_metadata(folder: Path, config: Any, model: tuple[str, str], described: Described) -> None:
     """Finish a directory whose weights are written: configuration, model card and shim.
 
     Args:
         folder: holds the safetensors files, and their index if they are several.
         config: of the original model, or of one that was loaded compressed.
-        architecture: name of the model's class.
+        model: name of the model's class, and dtype of its weights, such as ``bfloat16``.
         described: what the metadata say.
     """
     before = getattr(config, "kvslim", None) or {}
@@ -90,7 +91,7 @@ def write_metadata(folder: Path, config: Any, architecture: str, described: Desc
         "files": files,
         "content_sha256": content,
     }
-    written = _config_json(config, architecture, about)
+    written = _config_json(config, model, about)
     about["config_sha256"] = hash_of_config(written)
     (folder / CONFIG).write_text(json.dumps(written, indent=1) + "\n")
     (folder / SHIM).write_text(_SHIM.format(model_type=written["model_type"]))
@@ -103,14 +104,15 @@ def hash_of_config(config: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps({**config, "kvslim": about}, sort_keys=True).encode()).hexdigest()
 
 
-def _config_json(config: Any, architecture: str, about: dict[str, Any]) -> dict[str, Any]:
+def _config_json(config: Any, model: tuple[str, str], about: dict[str, Any]) -> dict[str, Any]:
     model_type = COMPRESSED + family_of(config).model_type
     content = of_the_model(json.loads(config.to_json_string(use_diff=False)))
     content.pop("_commit_hash", None)
     return {
         **content,
         "model_type": model_type,
-        "architectures": [architecture],
+        "architectures": [model[0]],
+        "dtype": model[1],
         "auto_map": {"AutoConfig": "kvslim_palu.Config", "AutoModelForCausalLM": "kvslim_palu.Model"},
         "kvslim": about,
     }
@@ -136,5 +138,3 @@ def _hub_name(config: Any) -> str | None:
     known = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not Path(name).exists()
     return name if known else None
 
-
-__all__ = ["CONFIG", "INDEX", "SHIM", "WEIGHTS", "Described", "hash_of_config", "latent_config_class", "write_metadata"]

@@ -22,13 +22,14 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
-from kvslim.attending.families import COMPRESSED, attention_modules, family_of
+from kvslim.attending.families import attention_modules, family_of
 from kvslim.attending.latent_attention import LatentAttention
 from kvslim.attending.latent_config import LatentConfigMixin, check_description
-from kvslim.attending.latent_model import LatentModelMixin, causal_class
+from kvslim.attending.latent_model import causal_class
 from kvslim.checkpointing.latent_metadata import CONFIG, INDEX, WEIGHTS, Described, hash_of_config, write_metadata
 from kvslim.errors import CheckpointError, KvslimError, ModelSourceError, UnsupportedModelError
 from kvslim.files import new_directory, sha256
+from kvslim.model_types import COMPRESSED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,7 +80,8 @@ def save_latent_model(
             model.generation_config.save_pretrained(aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
-        write_metadata(aside, model.config, type(model).__name__, described)
+        dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
+        write_metadata(aside, model.config, (type(model).__name__, dtype), described)
 
 
 def write_weights(tensors: dict[str, torch.Tensor], folder: Path, max_shard_size: int | str = "5GB") -> None:
@@ -284,12 +286,3 @@ def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             seen.add(place)
     return tensors
 
-
-__all__ = [
-    "LatentModelMixin",
-    "check_checkpoint",
-    "is_latent_model",
-    "load_latent_model",
-    "save_latent_model",
-    "write_weights",
-]

@@ -3,7 +3,8 @@
 The two methods read top to bottom in :mod:`kvslim.palu` (offline, by the weights) and :mod:`kvslim.jolt` (at run time,
 on the filled cache). Names are loaded on first use, so that ``import kvslim`` itself is quick.
 
-``import kvslim`` makes compressed checkpoints known to transformers: ``AutoModelForCausalLM.from_pretrained`` loads them.
+``import kvslim`` makes compressed checkpoints known to transformers, so that ``AutoModelForCausalLM.from_pretrained``
+loads them.
 
 ``register()`` makes the attention implementation ``kvslim`` known to transformers. Loading a run-time cache, such as
 ``kvslim.JoltCache``, does so too; call it yourself if the implementation is set before that.

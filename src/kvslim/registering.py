@@ -61,10 +61,10 @@ def _register() -> None:
 
 
 def _door_methods(model_type: str) -> dict[str, Any]:
-    def new(_: type, *args: Any, **kwargs: Any) -> Any:
+    def new(_: type, /, *args: Any, **kwargs: Any) -> Any:
         return model_classes(model_type)[0](*args, **kwargs)
 
-    def from_dict(_: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def from_dict(_: type, /, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         config_class: Any = model_classes(model_type)[0]
         return config_class.from_dict(config_dict, **kwargs)
 

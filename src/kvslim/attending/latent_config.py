@@ -1,7 +1,7 @@
 """The configuration of a compressed model: the original's, under a model type of its own, with a table ``kvslim``.
 
-Each family of the table has a class, such as ``PaluLlamaConfig`` with the model type ``kvslim_palu_llama``. Where kvslim
-was not imported, transformers does not know the type and refuses in words.
+Each family of the table has a class, such as ``PaluLlamaConfig`` with the model type ``kvslim_palu_llama``. Where
+kvslim was not imported, transformers does not know the type and refuses in words.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class LatentConfigMixin:
         except KvslimError:
             raise
         except Exception as error:  # whatever transformers makes of an edited value
-            raise CheckpointError(f"config.json does not describe a model: {error} Copy the checkpoint again.") from error
+            raise CheckpointError(
+                f"config.json does not describe a model: {error} Copy the checkpoint again."
+            ) from error
 
 
 @cache
@@ -167,4 +169,6 @@ def report_of(config: Any) -> PaluReport:
     try:
         return PaluReport.from_dict(config.kvslim["report"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"config.json does not say what was done: {error!r}. Copy the checkpoint again.") from error
+        raise CheckpointError(
+            f"config.json does not say what was done: {error!r}. Copy the checkpoint again."
+        ) from error

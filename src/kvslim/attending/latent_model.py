@@ -45,7 +45,7 @@ class LatentModelMixin:
     palu: PaluReport
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # of the original class
         model: Any = self
         if not next(model.parameters()).is_meta:
             raise UnsupportedModelError(

@@ -122,8 +122,8 @@ def _cache_bytes(described: Described) -> dict[str, float]:
     """Bytes per token of the compressed cache in bf16, measured on an empty cache that is filled, and without."""
     cache = LatentCache(described.layout)
     for layer, (key, value) in enumerate(described.ranks):
-        latents = (torch.zeros(1, _TOKENS, sum(ranks), dtype=torch.bfloat16) for ranks in (key, value))
-        cache.append(*latents, layer, None)
+        keys, values = (torch.zeros(1, _TOKENS, sum(ranks), dtype=torch.bfloat16) for ranks in (key, value))
+        cache.append(keys, values, layer, None)
     report = cache.report()
     return {
         "tokens": report.tokens,
@@ -137,4 +137,3 @@ def _hub_name(config: Any) -> str | None:
     name = str(getattr(config, "_name_or_path", "") or "")
     known = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) and not Path(name).exists()
     return name if known else None
-

@@ -285,4 +285,3 @@ def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             tensors[name] = value
             seen.add(place)
     return tensors
-

@@ -98,7 +98,7 @@ def load_model(name: str, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
 
         from kvslim import palu
 
-        model = palu.load(name).to(device=device, dtype=dtype)
+        model = palu.load(name, dtype=dtype).to(device)
         return model, AutoTokenizer.from_pretrained(name, config=model.config)
     return models.load(name, dtype=dtype, device=device)
 

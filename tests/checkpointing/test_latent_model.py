@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tracemalloc
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTNeoXConfig, LlamaF
 
 import kvslim
 from kvslim import palu
-from kvslim.calibrating.windows import windows_hash
 from kvslim.checkpointing.latent_metadata import hash_of_config
 from kvslim.errors import CheckpointError, ConfigError, ModelSourceError, UnsupportedModelError
 from kvslim.files import sha256
@@ -192,20 +191,20 @@ def test_forged_description(saved: tuple[PreTrainedModel, Path], change: dict[st
         {"head_dim": -1},
         {"hidden_act": "no-such-function"},
         {"rope_parameters": 5},
-        {"hidden_size": 10**12},
-        {"head_dim": 10**12},
-        {"intermediate_size": 10**12},
     ],
 )
 def test_forged_configuration(saved: tuple[PreTrainedModel, Path], change: dict[str, Any]) -> None:
-    """Sizes are compared with those of the stored tensors before memory is taken for them."""
     config = config_of(saved[1])
     config.update(change)
     write_config(saved[1], config, forge=True)
-    tracemalloc.start()
     refused_everywhere(saved[1], ".")
-    assert tracemalloc.get_traced_memory()[1] < 50_000_000
-    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "head_dim", "intermediate_size", "vocab_size"])
+def test_forged_sizes_are_refused_before_memory_is_taken(saved: tuple[PreTrainedModel, Path], name: str) -> None:
+    """No machine has the memory, so the error would be another one."""
+    write_config(saved[1], {**config_of(saved[1]), name: 10**12}, forge=True)
+    refused_everywhere(saved[1], r"config\.json and the weights do not fit: model\.\S+ is ")
 
 
 def test_a_forged_rotation_larger_than_all_weights(tmp_path: Path) -> None:
@@ -384,43 +383,18 @@ def test_a_loaded_model_is_compressed_for_good(saved: tuple[PreTrainedModel, Pat
     assert palu.new_cache(again).layout == saved[0].palu_layout
 
 
-def test_provenance_and_quality_are_kept(make_tiny: MakeTiny, tmp_path: Path) -> None:
-    model = make_tiny()
-    model.config._name_or_path = "someone/base-model"
-    palu.compress(model, None, PaluConfig(rate=0.4, ranks="fisher"), IDS)
-    quality = {"perplexity": 12.5, "text": "a | b"}
-    palu.save(model, tmp_path / "slim", quality=quality)
-    about = config_of(tmp_path / "slim")["kvslim"]
-    assert about["base_model"] == "someone/base-model"
-    assert about["quality"] == quality
-    assert about["kvslim_version"] == kvslim.__version__
-    assert about["report"]["calibration_sha256"] == windows_hash(IDS)
-    assert about["report"]["calibration_tokens"] == IDS.numel()
-    again = palu.load(tmp_path / "slim")
-    palu.save(again, tmp_path / "same")
-    assert config_of(tmp_path / "same")["kvslim"]["quality"] == quality
-    assert config_of(tmp_path / "same")["kvslim"]["base_model"] == "someone/base-model"
-    with torch.no_grad():
-        again.lm_head.weight.mul_(2)
-    palu.save(again, tmp_path / "changed")
-    assert config_of(tmp_path / "changed")["kvslim"]["quality"] is None  # it was not measured on these weights
-
-
-def test_the_model_card_states_what_the_cache_holds(make_tiny: MakeTiny, tmp_path: Path) -> None:
-    model = make_tiny()
-    model.config._name_or_path = "someone/base-model"
-    palu.compress(model, None, PaluConfig(rate=0.4, group_size=1), IDS)
-    palu.save(model, tmp_path / "slim", quality={"perplexity": 12.5})
-    card = (tmp_path / "slim" / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: kvslim\n")
-    assert "base_model: someone/base-model" in card
-    channels, dense = model.palu.plan.channels, 2 * 2 * 2 * 16 * 2
-    assert f"| cache, bytes per token (16-bit) | {2 * channels + 4} | {dense} |" in card  # and a position of 4 bytes
-    assert f"| {model.palu.parameters:,} | {model.palu.dense_parameters:,} |" in card
-    keys, values = (" ".join(map(str, ranks[1])) for ranks in (model.palu.plan.key_ranks, model.palu.plan.value_ranks))
-    assert f"| 1 | {keys} | {values} | {' | '.join(model.palu.forms[1])} |" in card
-    assert "| perplexity | 12.5 |" in card
-    assert windows_hash(IDS) in card
+def test_from_the_cache_of_the_hub(saved: tuple[PreTrainedModel, Path], tmp_path: Path) -> None:
+    home, commit = tmp_path / "hub" / "models--someone--slim", "0123456789" * 4
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(commit)
+    shutil.copytree(saved[1], home / "snapshots" / commit)
+    options = {"cache_dir": tmp_path / "hub", "local_files_only": True}
+    again = AutoModelForCausalLM.from_pretrained("someone/slim", **options)
+    assert torch.equal(again(IDS).logits, saved[0](IDS).logits)
+    weights = home / "snapshots" / commit / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="hash differs"):
+        AutoModelForCausalLM.from_pretrained("someone/slim", **options)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")

@@ -81,9 +81,14 @@ def _quality(quality: dict[str, Any] | None) -> str:
 def _settings(report: dict[str, Any]) -> list[tuple[Any, ...]]:
     """The request and whatever else was reported in single values: the calibration among it."""
     rows = [(name, _plain(value)) for name, value in report.get("config", {}).items()]
-    rows += [(name, _plain(value)) for name, value in report.items() if _is_plain(value) and "parameters" not in name]
-    rows += [(name, f"{len(value)} of them") for name, value in report.items() if name == "recoveries" and value]
-    return [("requested " + name if name == "rate" and i == 0 else name, v) for i, (name, v) in enumerate(rows)]
+    for name, value in report.items():
+        if name == "rate":
+            rows.append(("rate, achieved", _plain(value)))
+        elif _is_plain(value) and "parameters" not in name:
+            rows.append((name, _plain(value)))
+        elif name == "recoveries" and value:
+            rows.append((name, str(len(value))))
+    return rows
 
 
 def _ranks(about: dict[str, Any]) -> list[tuple[Any, ...]]:

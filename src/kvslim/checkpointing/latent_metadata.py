@@ -18,6 +18,7 @@ from kvslim.attending.families import family_of
 from kvslim.attending.latent_config import FORMAT, FORMAT_VERSION, of_the_model
 from kvslim.caching.latent import LatentCache, LatentLayout
 from kvslim.checkpointing.latent_card import CARD, Facts, model_card
+from kvslim.errors import ConfigError
 from kvslim.files import sha256
 from kvslim.model_types import COMPRESSED
 from kvslim.version import __version__
@@ -96,6 +97,22 @@ def write_metadata(folder: Path, config: Any, model: tuple[str, str], described:
     (folder / CONFIG).write_text(json.dumps(written, indent=1) + "\n")
     (folder / SHIM).write_text(_SHIM.format(model_type=written["model_type"]))
     (folder / CARD).write_text(model_card(Facts(family_of(config).model_type, about)))
+
+
+def check_quality(quality: Any) -> None:
+    """Refuse a measured quality that JSON cannot hold, before work is done.
+
+    Raises:
+        ConfigError: it is neither ``None`` nor a table of names and JSON values.
+    """
+    try:
+        fits = quality is None or (isinstance(quality, dict) and json.loads(json.dumps(quality)) == quality)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise ConfigError(
+            f"quality is a table of names and JSON values, such as {{'perplexity': 9.5}}, not {quality!r}."
+        )
 
 
 def hash_of_config(config: dict[str, Any]) -> str:

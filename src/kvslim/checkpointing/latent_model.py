@@ -26,7 +26,15 @@ from kvslim.attending.families import attention_modules, family_of
 from kvslim.attending.latent_attention import LatentAttention
 from kvslim.attending.latent_config import LatentConfigMixin, check_description
 from kvslim.attending.latent_model import causal_class
-from kvslim.checkpointing.latent_metadata import CONFIG, INDEX, WEIGHTS, Described, hash_of_config, write_metadata
+from kvslim.checkpointing.latent_metadata import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    Described,
+    check_quality,
+    hash_of_config,
+    write_metadata,
+)
 from kvslim.errors import CheckpointError, KvslimError, ModelSourceError, UnsupportedModelError
 from kvslim.files import new_directory, sha256
 from kvslim.model_types import COMPRESSED
@@ -60,10 +68,12 @@ def save_latent_model(
         tensors: written in place of the model's own state dictionary.
 
     Raises:
-        ConfigError: the place is taken, cannot be written, or the disk is full; nothing is left behind.
+        ConfigError: the place is taken, cannot be written, or the disk is full; nothing is left behind. Or ``quality``
+            is no table of JSON values.
         UnsupportedModelError: the model is not the causal language model of its family, weights are of several dtypes
             or not in memory.
     """
+    check_quality(quality)
     named = _each_once(model.state_dict() if tensors is None else tensors)
     _check_savable(model, named)
     attentions = [module for module in attention_modules(model) if isinstance(module, LatentAttention)]

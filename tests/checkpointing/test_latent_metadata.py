@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,3 +76,9 @@ def test_a_quality_that_json_cannot_hold(make_tiny: MakeTiny, tmp_path: Path, qu
 def test_the_hash_of_windows_is_of_their_shape_and_ids() -> None:
     assert windows_hash(IDS) == windows_hash(IDS.int()) == windows_hash(IDS.clone())
     assert len({windows_hash(part) for part in (IDS, IDS.view(3, 14), IDS + 1, IDS[:1])}) == 4
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_others_may_read_it(make_tiny: MakeTiny, tmp_path: Path) -> None:
+    palu.save(palu.compress(make_tiny(), None, PaluConfig(decomposition="svd")), tmp_path / "slim")
+    assert all(path.stat().st_mode & 0o444 == 0o444 for path in [tmp_path / "slim", *(tmp_path / "slim").iterdir()])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -395,8 +394,3 @@ def test_from_the_cache_of_the_hub(saved: tuple[PreTrainedModel, Path], tmp_path
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="hash differs"):
         AutoModelForCausalLM.from_pretrained("someone/slim", **options)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
-def test_the_directory_is_readable_for_others(saved: tuple[PreTrainedModel, Path]) -> None:
-    assert (saved[1].stat().st_mode & 0o777) == 0o755

@@ -107,6 +107,7 @@ def write_weights(tensors: dict[str, torch.Tensor], folder: Path, max_shard_size
         shard = {name: tensors[name].detach().contiguous().cpu() for name in names}
         try:
             save_file(shard, folder / file, metadata={"format": "pt"})
+            (folder / file).chmod(0o644)  # safetensors lets nobody else read it
         except SafetensorError as error:  # how safetensors reports a full disk
             raise OSError(str(error)) from error
     if split.is_sharded:

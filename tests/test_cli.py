@@ -161,6 +161,7 @@ def test_compress_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_p
     assert "Kept 50.0%" in result.stdout
     assert (tmp_path / "ranks.png").stat().st_size > 5_000
     assert "bits" not in result.stdout
+    assert "Not measured" in (out / "README.md").read_text()
     options = ("generate", out, "--prompt", "w1 w2 w3", "--max-new-tokens", 4, "--dtype", "float32")
     generated = call(*options, "--cache", "none")
     assert generated.exit_code == 0, generated.output
@@ -171,6 +172,24 @@ def test_compress_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_p
     again = call("compress", model_dir, "-o", out)
     assert again.exit_code == 2
     assert "exists already" in again.stderr
+
+
+def test_compress_measures_what_the_model_card_states(
+    model_dir: Path, texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    out, options = tmp_path / "slim", ("--window-length", 128, "--dtype", "float32", "--bos", "--rate", 0.5)
+    result = call("compress", model_dir, "-o", out, *options, "--calibration", texts[1], "--eval-text", texts[0])
+    assert result.exit_code == 0, result.output
+    stored = json.loads((out / "config.json").read_text())["kvslim"]["quality"]
+    assert stored["text"] == "test.txt, 23 windows of 128 tokens"
+    assert 0 < stored["perplexity_before"] != stored["perplexity"] > 0
+    assert f"{stored['perplexity']:.3f} after" in result.stdout
+    assert f"| perplexity | {stored['perplexity']:.6g} |" in (out / "README.md").read_text()
+    same = call(
+        "compress", model_dir, "-o", tmp_path / "x", *options, "--calibration", texts[0], "--eval-text", texts[0]
+    )
+    assert same.exit_code == 2
+    assert "is the test text" in same.stderr
 
 
 def test_spectrum(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:

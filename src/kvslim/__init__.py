@@ -3,6 +3,9 @@
 The two methods read top to bottom in :mod:`kvslim.palu` (offline, by the weights) and :mod:`kvslim.jolt` (at run time,
 on the filled cache). Names are loaded on first use, so that ``import kvslim`` itself is quick.
 
+``import kvslim`` makes compressed checkpoints known to transformers, so that ``AutoModelForCausalLM.from_pretrained``
+loads them.
+
 ``register()`` makes the attention implementation ``kvslim`` known to transformers. Loading a run-time cache, such as
 ``kvslim.JoltCache``, does so too; call it yourself if the implementation is set before that.
 """
@@ -13,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvslim.errors import KvslimError
+from kvslim.registering import register_models
 from kvslim.version import __version__
 
 if TYPE_CHECKING:
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from kvslim.caching.latent import LatentCache
     from kvslim.jolt import JoltCache, JoltConfig
     from kvslim.palu import PaluConfig, compress
+    from kvslim.registering import model_classes
     from kvslim.session_store import SessionStore
     from kvslim.sessions import load_cache, load_session, session_info
 
@@ -33,6 +38,7 @@ _HOMES = {
     "register": "kvslim.attending.handle_attention",
     "load_cache": "kvslim.sessions",
     "load_session": "kvslim.sessions",
+    "model_classes": "kvslim.registering",
     "session_info": "kvslim.sessions",
 }
 
@@ -47,9 +53,12 @@ __all__ = [
     "compress",
     "load_cache",
     "load_session",
+    "model_classes",
     "register",
     "session_info",
 ]
+
+register_models()
 
 
 def __getattr__(name: str) -> Any:

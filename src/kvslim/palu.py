@@ -8,6 +8,7 @@ The key and value projection of every layer are factored, ``W ≈ A B``; the mod
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,9 @@ from kvslim.attending.projections import projections_of
 from kvslim.caching.latent import LatentCache
 from kvslim.calibrating.fisher import FISHER_LENGTH, FisherStats, calibrate_fisher
 from kvslim.calibrating.grams import GramStats, calibrate_grams
-from kvslim.calibrating.windows import check_windows, windows_from_texts
-from kvslim.checkpointing.latent_model import read_latent_model, write_latent_model
-from kvslim.errors import CalibrationError, CheckpointError, NonFiniteError, UnsupportedModelError
+from kvslim.calibrating.windows import check_windows, windows_from_texts, windows_hash
+from kvslim.checkpointing.latent_model import load_latent_model, save_latent_model
+from kvslim.errors import CalibrationError, NonFiniteError, UnsupportedModelError
 from kvslim.palu_build import Progress, build_attentions, forms_of, stage
 from kvslim.palu_config import PaluConfig, PaluPlan, PaluReport
 from kvslim.palu_plan import metrics_of, plan
@@ -84,7 +85,7 @@ def compress(
         NonFiniteError: weights or activations hold NaN or Inf; the message names the layer.
     """
     _check(model, config)
-    grams = fisher = None
+    grams = fisher = windows = None
     if config.needs_grams or config.needs_fisher:
         if calibration is None:
             raise CalibrationError(
@@ -99,7 +100,10 @@ def compress(
             )
         )
         grams, fisher = calibrate(model, config, windows, progress=progress)
-    return compress_with(model, config, grams=grams, fisher=fisher, progress=progress)
+    compress_with(model, config, grams=grams, fisher=fisher, progress=progress)
+    if windows is not None:
+        model.palu = replace(model.palu, calibration_sha256=windows_hash(windows))
+    return model
 
 
 def calibrate(
@@ -168,31 +172,41 @@ def new_cache(model: PreTrainedModel) -> LatentCache:
     return LatentCache(model.palu_layout)
 
 
-def save(model: PreTrainedModel, directory: str | Path, tokenizer: Any = None) -> None:
-    """Write a compressed model to a new directory: safetensors and JSON, all or nothing. :func:`load` reads it.
+def save(
+    model: PreTrainedModel, directory: str | Path, tokenizer: Any = None, quality: dict[str, Any] | None = None
+) -> None:
+    """Write a compressed model to a new directory: safetensors, JSON and a model card, all or nothing.
+
+    As ``model.save_pretrained(directory)``, with a tokenizer. :func:`load` reads it, and so does
+    ``AutoModelForCausalLM.from_pretrained`` where kvslim is imported.
+
+    Args:
+        model: a model that :func:`compress` has compressed.
+        directory: must not exist, or be empty.
+        tokenizer: written beside the model if given.
+        quality: what was measured of the model, as JSON values, for the metadata and the model card.
 
     Raises:
-        UnsupportedModelError: the model is not compressed.
+        UnsupportedModelError: the model is not compressed, or its weights are of several dtypes or not in memory.
         ConfigError: the place is taken or cannot be written.
     """
     if not isinstance(model, LatentModelMixin):
         raise UnsupportedModelError("The model is not compressed. Call kvslim.compress first.")
-    write_latent_model(model, Path(directory), model.palu.to_dict(), tokenizer)
+    save_latent_model(model, directory, tokenizer, quality=quality)
 
 
-def load(directory: str | Path) -> PreTrainedModel:
-    """Read a model that :func:`save` wrote: on the CPU, in its dtype, ready for ``generate``.
+def load(directory: str | Path, **options: Any) -> PreTrainedModel:
+    """Read a model that :func:`save` wrote: on the CPU, in its dtype, in eval mode, unless the options say otherwise.
+
+    Args:
+        directory: the checkpoint.
+        **options: of ``from_pretrained``, such as ``dtype`` or ``device_map``.
 
     Raises:
         ModelSourceError: there is no such checkpoint.
-        CheckpointError: it is truncated, was edited, or is of a newer format.
+        CheckpointError: it is truncated, was edited, or is of another format.
     """
-    model, about = read_latent_model(Path(directory))
-    try:
-        model.palu = PaluReport.from_dict(about)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{directory} does not say what was done to it: {error!r}. Copy it again.") from error
-    return model
+    return load_latent_model(Path(directory), **options)
 
 
 def _check(model: PreTrainedModel, config: PaluConfig) -> None:

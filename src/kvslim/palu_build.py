@@ -12,9 +12,8 @@ from kvslim.attending.latent_attention import LatentAttention
 from kvslim.attending.latent_forms import Forms, choose_forms
 from kvslim.attending.latent_model import layer_places, layer_size_of
 from kvslim.attending.projections import Part, projections_of
-from kvslim.caching.latent_codes import LatentCodes
 from kvslim.decomposing.whitened import Decomposition, loss_aware_svd, plain_svd, whitened_svd
-from kvslim.palu_config import PaluConfig, PaluPlan
+from kvslim.palu_config import PaluConfig, PaluPlan, codes_of
 from kvslim.palu_plan import Metric, groups_of
 from kvslim.quantizing.folding import rotated_factors
 from kvslim.types import LowRankFactors
@@ -70,13 +69,6 @@ def _factor(
     exponent = 0.25 if config.hadamard else 0.5  # of 0, ¼ and ½ none measured better, at 2 and 3 bits
     factors = [part.balanced(rank, exponent) for part, rank in parts]
     return [rotated_factors(one) for one in factors] if config.hadamard else factors
-
-
-def codes_of(config: PaluConfig, chosen: PaluPlan) -> LatentCodes | None:
-    """How the cache codes latents, if it does."""
-    if not config.coded:
-        return None
-    return LatentCodes(config.bits, config.sinks, config.window, chosen.key_ranks, chosen.value_ranks)
 
 
 def _decompose(weight: Tensor, gram: Tensor | None, output_gram: Tensor | None) -> Decomposition:

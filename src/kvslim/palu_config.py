@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvslim.caching.latent_codes import CODE_BITS, check_code_settings
+from kvslim.caching.latent_codes import CODE_BITS, LatentCodes, check_code_settings
 from kvslim.config import JsonConfig, is_count, is_flag, is_number
 from kvslim.errors import ConfigError
 from kvslim.recovery_config import RecoveryReport
@@ -128,6 +128,13 @@ class PaluPlan:
         return self.channels / (groups * self.full_rank)
 
 
+def codes_of(config: PaluConfig, plan: PaluPlan) -> LatentCodes | None:
+    """How the cache of a model compressed so codes latents; ``None`` if it keeps them in the model's dtype."""
+    if not config.coded:
+        return None
+    return LatentCodes(config.bits, config.sinks, config.window, plan.key_ranks, plan.value_ranks)
+
+
 @dataclass(frozen=True)
 class PaluReport:
     """What was done to a model, as ``model.palu``.
@@ -142,6 +149,8 @@ class PaluReport:
         dense_parameters: parameters of all query, key, value and output projections before, biases aside.
         parameters: the same after (Palu, Appendix B).
         recoveries: what was trained afterwards, in order; see :mod:`kvslim.recovery`.
+        calibration_sha256: hash of the calibration windows; see :func:`kvslim.calibrating.windows.windows_hash`.
+            ``None`` if none were needed or only their statistics were given.
     """
 
     config: PaluConfig
@@ -152,6 +161,7 @@ class PaluReport:
     dense_parameters: int
     parameters: int
     recoveries: tuple[RecoveryReport, ...] = ()
+    calibration_sha256: str | None = None
 
     @property
     def rate(self) -> float:
@@ -182,4 +192,5 @@ class PaluReport:
             dense_parameters=data["dense_parameters"],
             parameters=data["parameters"],
             recoveries=tuple(map(RecoveryReport.from_dict, data.get("recoveries", ()))),
+            calibration_sha256=data["calibration_sha256"],
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from kvslim.errors import UnsupportedModelError
+from kvslim.model_types import COMPRESSED
 from kvslim.types import KVShape, Rope
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def family_of(config_or_model: Any, *, run_time: bool = False) -> Family:
         UnsupportedModelError: there is no such row; the message lists the supported families.
     """
     model_type = getattr(text_config(config_or_model), "model_type", None)
-    family = FAMILIES.get(str(model_type))
+    family = FAMILIES.get(str(model_type).removeprefix(COMPRESSED))
     if family is None or (run_time and not family.run_time):
         supported = ", ".join(sorted(name for name, row in FAMILIES.items() if row.run_time or not run_time))
         what = "Run-time methods do not support" if run_time else "kvslim has no family for"

@@ -10,6 +10,7 @@ from torch import nn
 
 from kvslim.attending import compat
 from kvslim.attending.families import (
+    FAMILIES,
     attention_modules,
     decoder_layers,
     family_of,
@@ -19,11 +20,13 @@ from kvslim.attending.families import (
     sliding_window_of,
 )
 from kvslim.attending.latent_attention import LatentAttention, LayerPlace
+from kvslim.attending.latent_config import latent_config_class, report_of, structure_of
 from kvslim.attending.latent_forms import LayerSize
-from kvslim.attending.projections import projections_of
+from kvslim.attending.projections import layer_projections, projections_of
 from kvslim.caching.latent import LatentCache, LatentLayout, layout_of
 from kvslim.caching.latent_codes import LatentCodes
-from kvslim.errors import CacheStateError, UnsupportedModelError
+from kvslim.errors import CacheStateError, CheckpointError, ConfigError, UnsupportedModelError
+from kvslim.palu_config import PaluReport, codes_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,10 +36,27 @@ _DYNAMIC = (None, "dynamic", "offloaded")
 
 
 class LatentModelMixin:
-    """Put in front of the original class of one model instance; no other model is touched."""
+    """Put in front of the original class of one model instance; no other model is touched.
+
+    Compressing changes the class of a model that is there. Only loading makes one from a configuration: the original
+    architecture, on the meta device, with attention modules of the stored ranks.
+    """
 
     palu_layout: LatentLayout
-    palu: Any  # what was done, as the method reports it
+    palu: PaluReport
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]  # of the original class
+        model: Any = self
+        if not next(model.parameters()).is_meta:
+            raise UnsupportedModelError(
+                "A compressed model is not made from its configuration alone: its weights would be random. Use "
+                "from_pretrained, or kvslim.compress."
+            )
+        self.palu = report_of(config)
+        attentions = _empty_attentions(model)
+        _replace(model, attentions)
+        self.palu_layout = attentions[0].layout
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -58,13 +78,80 @@ class LatentModelMixin:
         model_kwargs[name] = cache
         return None
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: the files would load as an uncompressed model with random key and value projections."""
-        raise UnsupportedModelError(
-            "A Palu-compressed model cannot be saved as its original architecture. Use kvslim.palu.save(model, "
-            "directory) and kvslim.palu.load(directory)."
-        )
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        *,
+        quality: dict[str, Any] | None = None,
+        max_shard_size: int | str = "5GB",
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write the compressed model to a new directory, all or nothing; see :func:`kvslim.palu.save`.
 
+        Args:
+            save_directory: must not exist, or be empty.
+            quality: what was measured of the model, as JSON values; stored and shown in the model card.
+            max_shard_size: of each weight file: bytes, or text such as ``"5GB"``.
+            is_main_process: other processes of a distributed run write nothing.
+            state_dict: written in place of the model's own.
+            **options: those of transformers that make no difference here are accepted.
+
+        Raises:
+            ConfigError: the place is taken or cannot be written, or an option is not supported.
+            UnsupportedModelError: the model is not the causal language model of its family, weights are of several
+                dtypes or not in memory.
+        """
+        from kvslim.checkpointing.latent_model import save_latent_model
+
+        if unknown := sorted(name for name, value in options.items() if value and name not in _NO_DIFFERENCE):
+            raise ConfigError(
+                f"save_pretrained of a compressed model has no option {', '.join(unknown)}. Leave it out; "
+                f"model.push_to_hub() uploads."
+            )
+        if is_main_process:
+            save_latent_model(self, save_directory, quality=quality, max_shard_size=max_shard_size, tensors=state_dict)
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, check_hash: bool = True, **options: Any) -> Any:
+        """Load a checkpoint that :meth:`save_pretrained` wrote, as transformers loads any model.
+
+        The files are checked before anything is allocated, and no code from beside them is run.
+
+        Args:
+            name: directory or hub id.
+            *args: as in transformers.
+            check_hash: compare the SHA-256 of all weight files, about a second per 1 to 2 GB. Sizes, names, shapes and
+                dtypes are compared in any case.
+            **options: as in transformers: ``dtype``, ``device_map``, ``attn_implementation``, ...
+
+        Raises:
+            CheckpointError: the checkpoint is truncated, was edited, or is of a newer format.
+            ConfigError: an option is not supported for compressed models.
+        """
+        from kvslim.checkpointing.latent_model import check_checkpoint
+
+        if refused := [option for option in _REFUSED_OPTIONS if options.get(option)]:
+            raise ConfigError(f"{', '.join(refused)} cannot be used for a Palu-compressed model. Load it without.")
+        check_checkpoint(cls, name, options, check_hash=check_hash)
+        options["trust_remote_code"] = False
+        wants_info = options.pop("output_loading_info", False)
+        loaded: Any = super()
+        model, info = loaded.from_pretrained(name, *args, use_safetensors=True, output_loading_info=True, **options)
+        if wrong := {kind: found for kind, found in info.items() if found}:
+            raise CheckpointError(f"The weights of {name} are not those of the model: {wrong}. Copy it again.")
+        return (model, info) if wants_info else model
+
+
+_NO_DIFFERENCE = ("safe_serialization", "save_peft_format", "save_original_format", "token")
+"""Options of transformers' ``save_pretrained`` for choices that a compressed model does not have."""
+
+_REFUSED_OPTIONS = (
+    "state_dict", "ignore_mismatched_sizes", "gguf_file", "quantization_config", "key_mapping", "variant",
+    "distributed_config", "tp_plan", "tp_size", "device_mesh", "use_kernels", "kernel_config", "fusion_config",
+)  # fmt: skip
+"""Options of transformers' ``from_pretrained`` that load other weights, or into other modules, than were checked."""
 
 _CLASSES: dict[type, type] = {}
 
@@ -103,7 +190,7 @@ def install(model: PreTrainedModel, attentions: Sequence[LatentAttention]) -> No
     """Put one latent attention into each decoder layer and make ``generate`` use latent caches, **in place**."""
     layout = attentions[0].layout
     _replace(model, attentions)
-    model.__class__ = _latent_class(type(model))
+    model.__class__ = latent_class(type(model))
     model.palu_layout = layout
 
 
@@ -132,9 +219,33 @@ def _replace(model: PreTrainedModel, attentions: Sequence[nn.Module]) -> None:
         setattr(layer, name, attention)
 
 
-def _latent_class(original: type) -> type:
+def _empty_attentions(model: PreTrainedModel) -> list[LatentAttention]:
+    """The attention modules that the configuration of ``model`` describes, without values."""
+    report = report_of(model.config)
+    places = layer_places(model, codes_of(report.config, report.plan))
+    parts = zip(attention_modules(model), places, structure_of(model.config), strict=True)
+    return [
+        LatentAttention(original, place, layer_projections(model, original), layer.key, layer.value, layer.forms)
+        for original, place, layer in parts
+    ]
+
+
+def latent_class(original: type) -> type:
     """The subclass of ``original`` for compressed instances, named after it and made once."""
     if original not in _CLASSES:
-        body = {"__module__": original.__module__}
+        body: dict[str, Any] = {"__module__": __name__}
+        model_type = getattr(getattr(original, "config_class", None), "model_type", None)
+        if model_type in FAMILIES:
+            body["config_class"] = latent_config_class(model_type)
         _CLASSES[original] = type(f"Palu{original.__name__}", (LatentModelMixin, original), body)
     return _CLASSES[original]
+
+
+def causal_class(model_type: str) -> type:
+    """The compressed causal language model of a family, known to ``AutoModelForCausalLM`` afterwards."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model_class = latent_class(AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[model_type]])
+    AutoModelForCausalLM.register(latent_config_class(model_type), model_class, exist_ok=True)
+    return model_class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -86,3 +87,11 @@ def check_windows(windows: Tensor, vocab_size: int) -> Tensor:
     if low < 0 or high >= vocab_size:
         raise CalibrationError(f"Token ids must be in 0..{vocab_size - 1}; the windows hold {low}..{high}.")
     return windows
+
+
+def windows_hash(windows: Tensor) -> str:
+    """SHA-256 of token windows: their shape as two int64, then all ids as int64, little-endian."""
+    digest = hashlib.sha256()
+    for part in (torch.tensor(windows.shape), windows.long().cpu().contiguous()):
+        digest.update(part.numpy().astype("<i8").tobytes())
+    return digest.hexdigest()

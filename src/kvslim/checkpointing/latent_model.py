@@ -1,256 +1,298 @@
-"""A model whose attention keeps latents, as a directory.
+"""A model whose attention keeps latents, as a directory that ``from_pretrained`` reads once kvslim is imported.
 
-config.json           model_type "kvslim-palu": transformers refuses it in words instead of loading random weights
-kvslim.json           format version, the original configuration, ranks, how the cache codes latents, what was done,
-                      hash of the weights
-model.safetensors     all parameters, tied ones once
+config.json           model_type "kvslim_palu_FAMILY", the original configuration, and the table "kvslim"
+model.safetensors     all parameters, tied ones once; several files with an index beyond a size
+kvslim_palu.py        what transformers runs if it is told to trust the directory and kvslim is not imported: imports it
+README.md             the model card
 generation_config.json, tokenizer files
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.utils import cached_file
 
-from kvslim.attending.families import FAMILIES, attention_modules, base_model_of, family_of, kv_shape_of
+from kvslim.attending.families import attention_modules, family_of
 from kvslim.attending.latent_attention import LatentAttention
-from kvslim.attending.latent_forms import Forms
-from kvslim.attending.latent_model import install, layer_places
-from kvslim.attending.projections import layer_projections
-from kvslim.caching.latent_codes import LatentCodes
-from kvslim.config import is_count
-from kvslim.errors import CheckpointError, ModelSourceError, UnsupportedModelError
+from kvslim.attending.latent_config import LatentConfigMixin, check_description
+from kvslim.attending.latent_model import causal_class
+from kvslim.checkpointing.latent_metadata import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    Described,
+    check_quality,
+    hash_of_config,
+    write_metadata,
+)
+from kvslim.errors import CheckpointError, KvslimError, ModelSourceError, UnsupportedModelError
 from kvslim.files import new_directory, sha256
+from kvslim.model_types import COMPRESSED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-MODEL_TYPE = "kvslim-palu"
-FORMAT_VERSION = 1
-_ABOUT, _WEIGHTS, _GENERATION = "kvslim.json", "model.safetensors", "generation_config.json"
-_NOT_THE_MODEL = ("_", "attn_implementation", "experts_implementation", "auto_map")
-"""Starts of configuration keys that say how or from where a model is run, not what it is. transformers would fetch
-code for some of their values, so they are neither written nor read."""
+_OLD, _GENERATION = "kvslim.json", "generation_config.json"
+_WHERE = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+"""Options of ``from_pretrained`` that say where files come from."""
 
 
-def write_latent_model(
-    model: PreTrainedModel, directory: Path, about: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None = None
+def save_latent_model(
+    model: Any,
+    directory: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    quality: dict[str, Any] | None = None,
+    max_shard_size: int | str = "5GB",
+    tensors: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a compressed model to a new directory, all or nothing.
 
     Args:
         model: a model that :func:`kvslim.palu.compress` has compressed.
         directory: must not exist, or be empty.
-        about: what was done, as JSON values; :func:`read_latent_model` gives it back.
         tokenizer: written beside the model if given.
+        quality: what was measured of it, as JSON values. Without it, that of the checkpoint that the model was loaded
+            from is kept if the weights are the same.
+        max_shard_size: of each weight file.
+        tensors: written in place of the model's own state dictionary.
 
     Raises:
-        ConfigError: the place is taken, cannot be written, or the disk is full; nothing is left behind.
-        UnsupportedModelError: the weights are of several dtypes.
+        ConfigError: the place is taken, cannot be written, or the disk is full; nothing is left behind. Or ``quality``
+            is no table of JSON values.
+        UnsupportedModelError: the model is not the causal language model of its family, weights are of several dtypes
+            or not in memory.
     """
-    named = _named_tensors(model)
-    if len(dtypes := _dtypes(named)) != 1:
-        raise UnsupportedModelError(
-            f"The weights are of several dtypes ({', '.join(dtypes)}), and a checkpoint keeps one. Use model.to()."
-        )
-    with new_directory(directory) as aside:
-        tensors = {name: value.detach().contiguous().cpu() for name, value in named.items()}
-        try:
-            save_file(tensors, aside / _WEIGHTS, metadata={"format": "pt", "kvslim_format": str(FORMAT_VERSION)})
-        except SafetensorError as error:  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
-        description = {
-            "format": MODEL_TYPE,
-            "version": FORMAT_VERSION,
-            "base_config": _of_the_model(json.loads(model.config.to_json_string(use_diff=False))),
-            "ranks": [[list(a.k_latent.ranks), list(a.v_latent.ranks)] for a in _latent_modules(model)],
-            "forms": [[a.forms.key, a.forms.value] for a in _latent_modules(model)],
-            "codes": _code_settings(model.palu_layout.codes),
-            "weights_sha256": sha256(aside / _WEIGHTS),
-            "about": about,
-        }
-        (aside / _ABOUT).write_text(json.dumps(description, indent=1) + "\n")
-        config = {"model_type": MODEL_TYPE, "base_model_type": model.config.model_type}
-        (aside / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    check_quality(quality)
+    named = _each_once(model.state_dict() if tensors is None else tensors)
+    _check_savable(model, named)
+    attentions = [module for module in attention_modules(model) if isinstance(module, LatentAttention)]
+    described = Described(
+        ranks=tuple((module.k_latent.ranks, module.v_latent.ranks) for module in attentions),
+        forms=tuple((module.forms.key, module.forms.value) for module in attentions),
+        layout=model.palu_layout,
+        report=model.palu.to_dict(),
+        quality=quality,
+    )
+    with new_directory(Path(directory)) as aside:
+        write_weights(named, aside, max_shard_size)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(aside)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+        dtype = str(next(iter(named.values())).dtype).removeprefix("torch.")
+        write_metadata(aside, model.config, (type(model).__name__, dtype), described)
+
+
+def write_weights(tensors: dict[str, torch.Tensor], folder: Path, max_shard_size: int | str = "5GB") -> None:
+    """Write tensors as safetensors: one file, or several and an index.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern=WEIGHTS.replace(".safetensors", "{suffix}.safetensors"), max_shard_size=max_shard_size
+    )
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name].detach().contiguous().cpu() for name in names}
+        try:
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            (folder / file).chmod(0o644)  # safetensors lets nobody else read it
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _check_savable(model: Any, named: dict[str, torch.Tensor]) -> None:
+    wanted = causal_class(family_of(model).model_type)
+    if type(model) is not wanted:
+        raise UnsupportedModelError(f"A {type(model).__name__} cannot be saved, only a {wanted.__name__}.")
+    if absent := [name for name, value in named.items() if value.is_meta]:
+        raise UnsupportedModelError(f"The weights of {absent[0]} are not in memory (offloaded). Load all to save them.")
+    if len(dtypes := _dtypes(str(value.dtype) for value in named.values())) != 1:
+        raise UnsupportedModelError(
+            f"The weights are of several dtypes ({', '.join(dtypes)}), and a checkpoint keeps one. Use model.to()."
+        )
 
 
 def is_latent_model(directory: Path) -> bool:
-    """Whether ``directory`` holds a model that :func:`write_latent_model` wrote."""
-    return (directory / _ABOUT).is_file()
+    """Whether ``directory`` says that it holds a compressed model, of this format or an old one."""
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return (directory / _OLD).is_file()
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    return (directory / _OLD).is_file() or (isinstance(kind, str) and kind.startswith(COMPRESSED))
 
 
-def read_latent_model(directory: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a compressed model, on the CPU and in the dtype it was saved in, and what was said about it.
+def load_latent_model(directory: Path, **options: Any) -> PreTrainedModel:
+    """Load a compressed model from a directory: as ``from_pretrained``, with its errors in words.
 
     Raises:
         ModelSourceError: there is no such checkpoint.
-        CheckpointError: it is truncated, was edited, or is of a newer format. Nothing is built then.
+        CheckpointError: it is truncated, was edited, or is of another format. Nothing is built then.
     """
-    description = _read_description(directory)
-    weights = directory / _WEIGHTS
-    if not weights.is_file() or sha256(weights) != description["weights_sha256"]:
-        raise CheckpointError(f"{weights} is missing, truncated or was edited: its hash differs. Copy it again.")
-    try:
-        model = _skeleton(description)
-        tensors = load_file(weights)
-        missing, unexpected = model.load_state_dict(tensors, strict=False, assign=True)
-        model.tie_weights()
-    except Exception as error:  # whatever the libraries make of an edited configuration
-        raise CheckpointError(f"{directory} does not describe its own weights: {error}") from error
-    if len(dtypes := _dtypes(tensors)) != 1:
-        raise CheckpointError(f"{weights} has weights of several dtypes: {', '.join(dtypes)}. Copy it again.")
-    tied = {name for name, value in model.named_parameters(remove_duplicate=False) if not value.is_meta}
-    if unexpected or set(missing) - tied:
-        raise CheckpointError(f"{weights} lacks {sorted(set(missing) - tied)} or has extra {sorted(unexpected)}.")
-    if (directory / _GENERATION).is_file():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(directory)
-        except Exception as error:
-            raise CheckpointError(f"{directory / _GENERATION} is damaged: {error} Copy it again.") from error
-    return model.eval(), description["about"]
-
-
-def _read_description(directory: Path) -> dict[str, Any]:
-    path = directory / _ABOUT
-    if not is_latent_model(directory):
+    path = directory / CONFIG
+    if (directory / _OLD).is_file():
+        raise CheckpointError(f"{directory} is of the old format version 1. Compress the model again.")
+    if not path.is_file():
+        raise ModelSourceError(f"{directory} is no kvslim checkpoint. Make one with `kvslim compress`.")
+    kind = _read_json(path).get("model_type")
+    if not isinstance(kind, str) or not kind.startswith(COMPRESSED):
         raise ModelSourceError(
-            f"{directory} is no kvslim checkpoint: it has no {_ABOUT}. Make one with `kvslim compress`."
+            f"{directory} is no kvslim checkpoint: its model type is {kind!r}. Make one with `kvslim compress`."
         )
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        config = AutoConfig.from_pretrained(directory)
+    except ValueError as error:
+        if isinstance(error, KvslimError):
+            raise
+        raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]} Copy the checkpoint again.") from error
+    return AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
+
+
+def check_checkpoint(model_class: Any, name: Any, options: dict[str, Any], *, check_hash: bool) -> None:
+    """Check all files of a checkpoint before anything of its size is allocated.
+
+    Args:
+        model_class: the class that will be loaded.
+        name: directory or hub id, as for ``from_pretrained``.
+        options: of ``from_pretrained``.
+        check_hash: compare hashes of the weights, not only sizes and shapes.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, was edited, or does not fit the others.
+    """
+    where = {option: options[option] for option in _WHERE if option in options}
+
+    def find(file: str) -> Path | None:
+        found = cached_file(
+            name, file, **where, _commit_hash=options.get("_commit_hash"), _raise_exceptions_for_missing_entries=False
+        )
+        return None if found is None else Path(found)
+
+    config = options.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        config = model_class.config_class.from_pretrained(name if config is None else config, **where)
+    if not isinstance(config, LatentConfigMixin) or type(config) is not model_class.config_class:
+        raise CheckpointError(f"{name} is of model type {config.model_type!r}, not one for {model_class.__name__}.")
+    _check_config(find, model_class)
+    shards = _check_files(config.kvslim["files"], find, check_hash)
+    _check_shapes(model_class, config, _headers(shards))
+    generation = find(_GENERATION)
+    if generation is not None:
+        try:
+            GenerationConfig.from_pretrained(generation.parent)
+        except Exception as error:
+            raise CheckpointError(f"{generation} is damaged: {error} Copy it again.") from error
+
+
+def _check_config(find: Callable[[str], Path | None], model_class: Any) -> None:
+    path = find(CONFIG)
+    if path is None:
+        raise CheckpointError(f"{CONFIG} is missing. Copy the checkpoint again.")
+    content = _read_json(path)
+    check_description(content, model_class.config_class.attribute_map)
+    if hash_of_config(content) != content["kvslim"]["config_sha256"]:
+        raise CheckpointError(f"{path} was edited: its hash differs. Copy it again.")
+
+
+def _check_files(
+    files: dict[str, dict[str, Any]], find: Callable[[str], Path | None], check_hash: bool
+) -> dict[str, Path]:
+    """The weight files by name, none missing and none beside them."""
+    found = {}
+    for name, facts in files.items():
+        path = find(name)
+        if path is None or path.stat().st_size != facts["bytes"]:
+            raise CheckpointError(f"{name} is missing or truncated. Copy it again.")
+        if (check_hash or name == INDEX) and sha256(path) != facts["sha256"]:
+            raise CheckpointError(f"{path} was edited or is damaged: its hash differs. Copy it again.")
+        found[name] = path
+    index = found.pop(INDEX, None)
+    if index is None and set(found) != {WEIGHTS}:
+        raise CheckpointError(f"The weights are {', '.join(found)} without {INDEX}. Copy the checkpoint again.")
+    if index is not None:
+        shards = _read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or set(shards.values()) != set(found) or find(WEIGHTS) is not None:
+            raise CheckpointError(f"{index} does not list the weight files. Copy the checkpoint again.")
+    return found
+
+
+def _headers(shards: dict[str, Path]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every stored tensor by name; the data is not read."""
+    held: dict[str, tuple[tuple[int, ...], str]] = {}
+    for path in shards.values():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  # it is no mapping
+                    part = file.get_slice(name)
+                    held[name] = (tuple(part.get_shape()), str(part.get_dtype()))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}. Copy it again.") from error
+    return held
+
+
+def _check_shapes(model_class: Any, config: Any, held: dict[str, tuple[tuple[int, ...], str]]) -> None:
+    """Compare the stored tensors with those of a model on the meta device, which takes no memory."""
+    try:
+        with torch.device("meta"):
+            model = model_class(config)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever an edited configuration leads to
+        raise CheckpointError(f"config.json does not describe a model: {error} Copy the checkpoint again.") from error
+    if len(dtypes := _dtypes(dtype for _, dtype in held.values())) != 1:
+        raise CheckpointError(f"The weights are of several dtypes: {', '.join(dtypes)}. Copy the checkpoint again.")
+    wanted = model.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, value in wanted.items():
+        names[id(value)].append(name)
+        if name in held and held[name][0] != tuple(value.shape):
+            raise CheckpointError(
+                f"config.json and the weights do not fit: {name} is {held[name][0]}, not {tuple(value.shape)}."
+            )
+    missing = [tied[0] for tied in names.values() if not any(name in held for name in tied)]
+    if missing or set(held) - set(wanted):
+        raise CheckpointError(f"The weights lack {missing} or have extra {sorted(set(held) - set(wanted))}.")
+    most = max(value.numel() for value in wanted.values())
+    if large := [name for name, value in model.named_buffers() if value.numel() > most]:
+        raise CheckpointError(f"config.json asks for a table {large[0]} larger than any weight. Copy it again.")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} is damaged: {error}. Copy the checkpoint again.") from error
-    version: Any = description.get("version") if isinstance(description, dict) else None
-    if not is_count(version):
-        raise CheckpointError(f"{path} is damaged: it has no format version. Copy the checkpoint again.")
-    if version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{directory} has format version {version}; this kvslim reads up to {FORMAT_VERSION}. Update kvslim."
-        )
-    wanted = {"format", "base_config", "ranks", "forms", "weights_sha256", "about"}
-    if wanted - set(description):
-        raise CheckpointError(f"{path} lacks {', '.join(sorted(wanted - set(description)))}.")
-    if description["format"] != MODEL_TYPE:
-        raise CheckpointError(f"{path} is of format {description['format']!r}, not {MODEL_TYPE!r}.")
-    if wrong := _wrong_in(description):
-        raise CheckpointError(f"{path} is damaged: {wrong}. Copy the checkpoint again.")
-    return {**description, "base_config": _of_the_model(description["base_config"])}
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it is no JSON object. Copy the checkpoint again.")
+    return content
 
 
-def _wrong_in(description: dict[str, Any]) -> str | None:
-    """What no writer makes, in words; ``None`` if all is well so far."""
-    config, ranks, about = (description[name] for name in ("base_config", "ranks", "about"))
-    if not isinstance(about, dict) or not about:
-        return "it does not say what was done"
-    if not isinstance(config, dict) or not all(is_count(config.get(name)) for name in _COUNTS):
-        return f"its configuration lacks the counts {', '.join(_COUNTS)}"
-    if not isinstance(config.get("model_type"), str) or config["model_type"] not in FAMILIES:
-        return f"its model type is {config.get('model_type')!r}"
-    if not isinstance(ranks, list) or not all(map(_is_rank_pair, ranks)):
-        return "its ranks are no key ranks and value ranks of each layer"
-    if len(ranks) != config["num_hidden_layers"]:
-        return f"its configuration has {config['num_hidden_layers']} layers, its ranks are for {len(ranks)}"
-    return _wrong_codes(description.get("codes"))
+def _dtypes(names: Any) -> list[str]:
+    return sorted(set(names))
 
 
-def _wrong_codes(codes: Any) -> str | None:
-    if codes is None:
-        return None
-    if not isinstance(codes, dict) or set(codes) != _CODES or not all(is_count(n, 0) for n in codes.values()):
-        return f"its codes are not described by the counts {', '.join(sorted(_CODES))}"
-    return None
-
-
-_CODES = {"bits", "sinks", "window"}
-
-
-def _code_settings(codes: LatentCodes | None) -> dict[str, int] | None:
-    """How the cache codes latents; the ranks are written apart."""
-    return None if codes is None else {"bits": codes.bits, "sinks": codes.sinks, "window": codes.window}
-
-
-def _codes(description: dict[str, Any]) -> LatentCodes | None:
-    """Undo :func:`_code_settings`. A checkpoint without the entry keeps latents in the model's dtype."""
-    if (settings := description.get("codes")) is None:
-        return None
-    key_ranks, value_ranks = (tuple(tuple(pair[kind]) for pair in description["ranks"]) for kind in (0, 1))
-    return LatentCodes(**settings, key_ranks=key_ranks, value_ranks=value_ranks)
-
-
-_COUNTS = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-
-
-def _is_rank_pair(pair: Any) -> bool:
-    """Whether ``pair`` is ``[ranks of the key's groups, ranks of the value's]``."""
-    if not isinstance(pair, list) or len(pair) != 2:
-        return False
-    return all(isinstance(groups, list) and groups and all(map(is_count, groups)) for groups in pair)
-
-
-def _of_the_model(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration without the keys that are not about the model itself."""
-    return {name: value for name, value in config.items() if not name.startswith(_NOT_THE_MODEL)}
-
-
-def _dtypes(tensors: dict[str, torch.Tensor]) -> list[str]:
-    return sorted({str(value.dtype) for value in tensors.values()})
-
-
-def _skeleton(description: dict[str, Any]) -> PreTrainedModel:
-    """The model without weights: everything on the meta device but the rotary frequencies."""
-    fields = dict(description["base_config"])
-    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    family = family_of(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    base: Any = base_model_of(model)
-    if family.rotary is not None:
-        setattr(base, family.rotary, type(getattr(base, family.rotary))(config=config))
-    shape = kv_shape_of(config)
-    attentions = []
-    layers = zip(
-        attention_modules(model),
-        layer_places(model, _codes(description)),
-        description["ranks"],
-        description["forms"],
-        strict=True,
-    )
-    for original, place, (key_ranks, value_ranks), forms in layers:
-        for ranks in (key_ranks, value_ranks):
-            _check_ranks(ranks, shape.kv_heads, shape.head_dim)
-        parts = layer_projections(model, original)
-        attentions.append(LatentAttention(original, place, parts, key_ranks, value_ranks, Forms(*forms)))
-    install(model, attentions)
-    return model
-
-
-def _check_ranks(ranks: list[int], kv_heads: int, head_dim: int) -> None:
-    """Refuse ranks that no writer makes."""
-    features = kv_heads * head_dim
-    if kv_heads % len(ranks) or any(rank > features // len(ranks) for rank in ranks):
-        raise ValueError(f"ranks {ranks} do not fit {kv_heads} heads of {head_dim} features")
-
-
-def _named_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _each_once(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state dictionary with each shared tensor once, under its first name."""
-    seen: set[int] = set()
+    seen: set[tuple[Any, ...]] = set()
     tensors = {}
-    for name, value in model.state_dict().items():
-        if value.data_ptr() not in seen:
+    for name, value in state.items():
+        place = (value.device, value.data_ptr(), tuple(value.shape))
+        if value.is_meta or place not in seen:
             tensors[name] = value
-            seen.add(value.data_ptr())
+            seen.add(place)
     return tensors
-
-
-def _latent_modules(model: PreTrainedModel) -> list[LatentAttention]:
-    return [module for module in attention_modules(model) if isinstance(module, LatentAttention)]

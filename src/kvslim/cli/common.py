@@ -104,7 +104,7 @@ def load_compressed(name: str, dtype: torch.dtype | None, device: str) -> tuple[
 
     from kvslim import palu
 
-    model = palu.load(name).to(device=device, dtype=dtype)
+    model = palu.load(name, **({} if dtype is None else {"dtype": dtype})).to(device)
     return model, AutoTokenizer.from_pretrained(name, config=model.config)
 
 

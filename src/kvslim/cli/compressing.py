@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,7 +11,13 @@ from kvslim.cli.common import Device, DType, ModelName, check_original, dtype_of
 from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvslim.evaluating.texts import TextSource
     from kvslim.palu import PaluReport
+
+_EVAL_WINDOWS = 32
+"""Windows that the perplexity is measured on at most."""
 
 
 def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a parameter
@@ -39,6 +45,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         int | None, typer.Option(help="Windows to calibrate on. [default: as many as fit, up to 256]")
     ] = None,
     window_length: Annotated[int, typer.Option(help="Tokens of each of them.")] = 2048,
+    eval_text: Annotated[
+        Path | None, typer.Option(help="Other text: its perplexity before and after goes into the model card.")
+    ] = None,
     bos: Annotated[bool, typer.Option("--bos", help="Start each window with the beginning-of-text token.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the ranks per layer to this PNG.")] = None,
     dtype: DType = "bfloat16",
@@ -46,10 +55,12 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
 ) -> None:
     """Compress a model by Palu once, so that it caches small latents from then on.
 
-    The result is for kvslim: `kvslim generate OUT --cache none`, or kvslim.palu.load(OUT) in Python.
+    To use the result: `kvslim generate OUT --cache none`, or in Python import kvslim and
+    AutoModelForCausalLM.from_pretrained(OUT).
     """
     from kvslim import palu
-    from kvslim.evaluating.texts import all_python_topics, read_text
+    from kvslim.calibrating.windows import windows_hash
+    from kvslim.evaluating.texts import all_python_topics, check_apart, read_text
     from kvslim.files import check_new_directory, check_writable
 
     config = palu.PaluConfig(
@@ -72,8 +83,12 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         check_writable(plot)
     needed = config.needs_grams or config.needs_fisher
     text = (read_text(calibration) if calibration is not None else all_python_topics()) if needed else None
+    test = None if eval_text is None else read_text(eval_text)
+    check_apart(test, text)
 
     loaded, tokenizer = load_model(model, weights, device)
+    windows = None if test is None else _test_windows(tokenizer, test, window_length, bos)
+    before = None if windows is None else measure(loaded, windows)
     with progress_lines() as progress:
         palu.compress(
             loaded,
@@ -85,13 +100,38 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
             prepend_bos=bos,
             progress=progress,
         )
-    palu.save(loaded, out, tokenizer)
+    quality: dict[str, Any] | None = None
+    if windows is not None and test is not None:
+        quality = {
+            "perplexity": measure(loaded, windows),
+            "perplexity_before": before,
+            "text": f"{Path(test.origin).name}, {windows.shape[0]} windows of {windows.shape[1]} tokens",
+            "windows_sha256": windows_hash(windows),
+        }
+    palu.save(loaded, out, tokenizer, quality)
     _print_summary(loaded.palu, None if text is None else text.origin, out)
     if plot is not None:
         from kvslim.evaluating.plots import plot_ranks
 
         plot_ranks({f"{ranks}, {decomposition}": loaded.palu.plan}, plot, f"{model}: ranks per layer")
         typer.echo(f"Written: {plot}", err=True)
+    if quality is not None:
+        typer.echo(f"Perplexity on {quality['text']}: {before:.3f} before, {quality['perplexity']:.3f} after.")
+
+
+def _test_windows(tokenizer: Any, test: TextSource, length: int, bos: bool) -> Tensor:
+    from kvslim.calibrating.windows import windows_from_texts
+
+    if (tokens := len(test.tokens(tokenizer))) < length:
+        raise ConfigError(f"--eval-text has {tokens} tokens, less than one window. Give more, or a --window-length.")
+    return windows_from_texts(tokenizer, test.text, length, None, bos, _EVAL_WINDOWS)
+
+
+def measure(model: Any, windows: Tensor) -> float:
+    """The perplexity that the model card states, of a model before or after compression."""
+    from kvslim.evaluating.continuation import perplexity
+
+    return perplexity(model, windows)
 
 
 def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:

@@ -121,7 +121,7 @@ def test_options_of_from_pretrained(saved: tuple[PreTrainedModel, Path]) -> None
     assert again.dtype == torch.bfloat16
     assert again.config._attn_implementation == "eager"
     assert not info["missing_keys"]
-    for option, value in (("ignore_mismatched_sizes", True), ("tp_plan", "auto"), ("state_dict", {"x": IDS})):
+    for option, value in (("ignore_mismatched_sizes", True), ("use_kernels", True), ("state_dict", {"x": IDS})):
         with pytest.raises(ConfigError, match=option):
             AutoModelForCausalLM.from_pretrained(saved[1], **{option: value})
     with pytest.raises(UnsupportedModelError, match="would be random"):

@@ -23,6 +23,7 @@ from kvslim.attending.latent_attention import LatentAttention, LayerPlace
 from kvslim.attending.latent_config import latent_config_class, report_of, structure_of
 from kvslim.attending.latent_forms import LayerSize
 from kvslim.attending.projections import layer_projections, projections_of
+from kvslim.attending.tensor_parallel import latent_plan
 from kvslim.caching.latent import LatentCache, LatentLayout, layout_of
 from kvslim.caching.latent_codes import LatentCodes
 from kvslim.errors import CacheStateError, CheckpointError, ConfigError, UnsupportedModelError
@@ -42,7 +43,6 @@ class LatentModelMixin:
     architecture, on the meta device, with attention modules of the stored ranks.
     """
 
-    palu_layout: LatentLayout
     palu: PaluReport
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +56,14 @@ class LatentModelMixin:
         self.palu = report_of(config)
         attentions = _empty_attentions(model)
         _replace(model, attentions)
-        self.palu_layout = attentions[0].layout
+        self._tp_plan = latent_plan(model, attentions)
+
+    @property
+    def palu_layout(self) -> LatentLayout:
+        """What a cache for this model must know of it; under tensor parallelism, of this process's part."""
+        model: Any = self
+        layout: LatentLayout = attention_modules(model)[0].layout  # type: ignore[assignment]
+        return layout
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -149,7 +156,7 @@ _NO_DIFFERENCE = ("safe_serialization", "save_peft_format", "save_original_forma
 
 _REFUSED_OPTIONS = (
     "state_dict", "ignore_mismatched_sizes", "gguf_file", "quantization_config", "key_mapping", "variant",
-    "distributed_config", "tp_plan", "tp_size", "device_mesh", "use_kernels", "kernel_config", "fusion_config",
+    "use_kernels", "kernel_config", "fusion_config",
 )  # fmt: skip
 """Options of transformers' ``from_pretrained`` that load other weights, or into other modules, than were checked."""
 
@@ -188,10 +195,8 @@ def layer_size_of(model: PreTrainedModel) -> LayerSize:
 
 def install(model: PreTrainedModel, attentions: Sequence[LatentAttention]) -> None:
     """Put one latent attention into each decoder layer and make ``generate`` use latent caches, **in place**."""
-    layout = attentions[0].layout
     _replace(model, attentions)
     model.__class__ = latent_class(type(model))
-    model.palu_layout = layout
 
 
 def snapshot(model: PreTrainedModel) -> Snapshot:
@@ -208,8 +213,7 @@ def restore(model: PreTrainedModel, saved: Snapshot) -> PreTrainedModel:
     """Undo a compression **in place** and return the model. Caches filled meanwhile belong to the compressed one."""
     _replace(model, saved.attentions)
     model.__class__ = saved.model_class
-    for name in ("palu", "palu_layout"):
-        vars(model).pop(name, None)
+    vars(model).pop("palu", None)
     return model
 
 

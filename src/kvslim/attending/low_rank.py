@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kvslim.types import LowRankFactors
 
@@ -74,12 +75,12 @@ class LowRankProjection(nn.Module):
         """Keys or values ``(..., all heads' features)`` from latents ``(..., summed ranks)``."""
         parts = torch.split(latents, list(self.ranks), dim=-1)
         full = torch.cat([part @ up for part, up in zip(parts, self._ups(), strict=True)], dim=-1)
-        return full if self.bias is None else full + self.bias
+        return full if self.bias is None else full + _local(self.bias)
 
     def _ups(self) -> tuple[Tensor, ...]:
         """The second factor of each group, ``(rank, group features)``."""
         assert self.up is not None, "the second factor is folded into another weight"
-        return torch.split(self.up, list(self.ranks))
+        return torch.split(_local(self.up), list(self.ranks))
 
     def by_head(self, latents: Tensor) -> Tensor:
         """Latents ``(batch, t, summed ranks)`` as every KV head reads them: ``(batch, kv_heads, t, width)``.
@@ -125,13 +126,19 @@ class LowRankProjection(nn.Module):
         grouped = mixed.unflatten(2, (self.kv_heads, -1))
         full: Tensor = grouped @ self.up_by_head()
         if self.bias is not None:
-            full = full + self.bias.view(self.kv_heads, 1, self.head_dim)
+            full = full + _local(self.bias).view(self.kv_heads, 1, self.head_dim)
         values: Tensor = full.flatten(2, 3)
         return values
 
     def extra_repr(self) -> str:
         """The ranks, for ``print(model)``."""
         return f"ranks={list(self.ranks)}"
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This process's part of a parameter that tensor parallelism has sharded; any other as it is."""
+    part: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return part
 
 
 def pad_groups(flat: Tensor, ranks: Sequence[int]) -> Tensor:

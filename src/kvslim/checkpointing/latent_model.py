@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -119,6 +120,10 @@ def _check_savable(model: Any, named: dict[str, torch.Tensor]) -> None:
     wanted = causal_class(family_of(model).model_type)
     if type(model) is not wanted:
         raise UnsupportedModelError(f"A {type(model).__name__} cannot be saved, only a {wanted.__name__}.")
+    if any(isinstance(value, DTensor) for value in named.values()):
+        raise UnsupportedModelError(
+            "A tensor-parallel model holds a part of the weights. Load it in one process to save it."
+        )
     if absent := [name for name, value in named.items() if value.is_meta]:
         raise UnsupportedModelError(f"The weights of {absent[0]} are not in memory (offloaded). Load all to save them.")
     if len(dtypes := _dtypes(str(value.dtype) for value in named.values())) != 1:

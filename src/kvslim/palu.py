@@ -7,7 +7,7 @@ The key and value projection of every layer are factored, ``W ≈ A B``; the mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from kvslim.attending.projections import projections_of
 from kvslim.caching.latent import LatentCache
 from kvslim.calibrating.fisher import FISHER_LENGTH, FisherStats, calibrate_fisher
 from kvslim.calibrating.grams import GramStats, calibrate_grams
-from kvslim.calibrating.windows import check_windows, windows_from_texts
+from kvslim.calibrating.mixing import windows_of
+from kvslim.calibrating.windows import check_windows
 from kvslim.checkpointing.latent_model import read_latent_model, write_latent_model
 from kvslim.errors import CalibrationError, CheckpointError, NonFiniteError, UnsupportedModelError
 from kvslim.palu_build import Progress, build_attentions, forms_of, stage
@@ -54,7 +55,7 @@ def compress(
     model: PreTrainedModel,
     tokenizer: Any,
     config: PaluConfig,
-    calibration: str | Iterable[str] | Tensor | None = None,
+    calibration: str | Iterable[str | Mapping[str, Any]] | Mapping[str, Any] | Tensor | None = None,
     *,
     calibration_windows: int | None = None,
     window_length: int = 2048,
@@ -70,8 +71,8 @@ def compress(
         model: a causal language model of a supported family with plain float weights.
         tokenizer: its tokenizer; may be ``None`` if ``calibration`` is token windows.
         config: what to do.
-        calibration: text, several texts, or ``(windows, length)`` token ids. Not needed for plain SVD with uniform
-            ranks.
+        calibration: text; several texts, or rows with a field ``text`` (a data set); a mapping of names to these,
+            mixed in equal shares; or ``(windows, length)`` token ids. Not needed for plain SVD with uniform ranks.
         calibration_windows: windows to cut from the texts; ``None`` takes as many as fit, at most 256.
         window_length: tokens per window.
         prepend_bos: start each window with the beginning-of-text token, for models trained so.
@@ -91,13 +92,7 @@ def compress(
                 f"decomposition={config.decomposition!r} with ranks={config.ranks!r} needs calibration text. Pass "
                 f"calibration=..., or use decomposition='svd' with ranks='uniform'."
             )
-        windows = (
-            calibration
-            if isinstance(calibration, Tensor)
-            else windows_from_texts(
-                tokenizer, calibration, window_length, calibration_windows, prepend_bos, _WINDOWS_AT_MOST
-            )
-        )
+        windows = windows_of(tokenizer, calibration, window_length, calibration_windows, prepend_bos, _WINDOWS_AT_MOST)
         grams, fisher = calibrate(model, config, windows, progress=progress)
     return compress_with(model, config, grams=grams, fisher=fisher, progress=progress)
 

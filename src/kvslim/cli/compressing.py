@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from kvslim.cli.common import Device, DType, ModelName, check_original, dtype_of
 from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvslim.calibrating.corpora import Corpus
     from kvslim.palu import PaluReport
 
 
@@ -33,7 +34,11 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     sinks: Annotated[int, typer.Option(help="First tokens that stay exact, below 16 bits.")] = 0,
     window: Annotated[int, typer.Option(help="Most recent tokens that stay exact, below 16 bits.")] = 0,
     calibration: Annotated[
-        Path | None, typer.Option(help="Text to calibrate on; Python's reference topics by default.")
+        list[Path] | None,
+        typer.Option(
+            help="Data to calibrate on: text, .jsonl or .json rows, or these as .xz. Several are mixed in equal shares. "
+            "[default: reference prose, source code and licences that are installed]"
+        ),
     ] = None,
     calibration_windows: Annotated[
         int | None, typer.Option(help="Windows to calibrate on. [default: as many as fit, up to 256]")
@@ -49,7 +54,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     The result is for kvslim: `kvslim generate OUT --cache none`, or kvslim.palu.load(OUT) in Python.
     """
     from kvslim import palu
-    from kvslim.evaluating.texts import all_python_topics, read_text
+    from kvslim.calibrating.corpora import default_mix, origin_of, read_corpus
     from kvslim.files import check_new_directory, check_writable
 
     config = palu.PaluConfig(
@@ -71,7 +76,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     if plot is not None:
         check_writable(plot)
     needed = config.needs_grams or config.needs_fisher
-    text = (read_text(calibration) if calibration is not None else all_python_topics()) if needed else None
+    corpora = (list(map(read_corpus, dict.fromkeys(calibration))) if calibration else default_mix()) if needed else []
 
     loaded, tokenizer = load_model(model, weights, device)
     with progress_lines() as progress:
@@ -79,19 +84,26 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
             loaded,
             tokenizer,
             config,
-            calibration=None if text is None else text.text,
+            calibration=_source(corpora),
             calibration_windows=calibration_windows,
             window_length=window_length,
             prepend_bos=bos,
             progress=progress,
         )
     palu.save(loaded, out, tokenizer)
-    _print_summary(loaded.palu, None if text is None else text.origin, out)
+    _print_summary(loaded.palu, origin_of(corpora) if corpora else None, out)
     if plot is not None:
         from kvslim.evaluating.plots import plot_ranks
 
         plot_ranks({f"{ranks}, {decomposition}": loaded.palu.plan}, plot, f"{model}: ranks per layer")
         typer.echo(f"Written: {plot}", err=True)
+
+
+def _source(corpora: list[Corpus]) -> Any:
+    """What to calibrate on: nothing, one text, or a mix."""
+    if len(corpora) > 1:
+        return {corpus.name: corpus.text for corpus in corpora}
+    return corpora[0].text if corpora else None
 
 
 def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:

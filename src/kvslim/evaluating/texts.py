@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvslim.calibrating.corpora import reference_topics
 from kvslim.errors import ConfigError
 
 
@@ -78,7 +78,7 @@ def python_topics(tokenizer: Any, tokens: int) -> tuple[TextSource, TextSource]:
     Raises:
         ConfigError: this Python lacks the topics, or they are too short.
     """
-    topics = _topics()
+    topics = reference_topics()
     names = sorted(topics)
     count = test = 0
     while count < tokens:
@@ -92,18 +92,10 @@ def python_topics(tokenizer: Any, tokens: int) -> tuple[TextSource, TextSource]:
     return _join(topics, names[:test]), _join(topics, names[test:])
 
 
-def all_python_topics() -> TextSource:
+def all_pythonreference_topics() -> TextSource:
     """All of them, for calibration. Errors as :func:`python_topics`."""
-    topics = _topics()
+    topics = reference_topics()
     return _join(topics, sorted(topics))
-
-
-def _topics() -> dict[str, str]:
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("This Python lacks its reference topics (pydoc_data). Give a text: --text FILE.") from error
-    return topics
 
 
 def _join(topics: dict[str, str], names: list[str]) -> TextSource:

@@ -24,7 +24,7 @@ from kvslim.calibrating.mixing import windows_of
 from kvslim.calibrating.windows import check_windows
 from kvslim.checkpointing.latent_model import read_latent_model, write_latent_model
 from kvslim.errors import CalibrationError, CheckpointError, NonFiniteError, UnsupportedModelError
-from kvslim.palu_build import Progress, build_attentions, forms_of, stage
+from kvslim.palu_build import Progress, build_attentions, build_in_turn, forms_of, stage
 from kvslim.palu_config import PaluConfig, PaluPlan, PaluReport
 from kvslim.palu_plan import metrics_of, plan
 
@@ -85,8 +85,8 @@ def compress(
         NonFiniteError: weights or activations hold NaN or Inf; the message names the layer.
     """
     _check(model, config)
-    grams = fisher = None
-    if config.needs_grams or config.needs_fisher:
+    grams = fisher = windows = None
+    if config.needs_calibration:
         if calibration is None:
             raise CalibrationError(
                 f"decomposition={config.decomposition!r} with ranks={config.ranks!r} needs calibration text. Pass "
@@ -94,7 +94,7 @@ def compress(
             )
         windows = windows_of(tokenizer, calibration, window_length, calibration_windows, prepend_bos, _WINDOWS_AT_MOST)
         grams, fisher = calibrate(model, config, windows, progress=progress)
-    return compress_with(model, config, grams=grams, fisher=fisher, progress=progress)
+    return compress_with(model, config, grams=grams, fisher=fisher, windows=windows, progress=progress)
 
 
 def calibrate(
@@ -124,18 +124,26 @@ def compress_with(
     *,
     grams: GramStats | None = None,
     fisher: FisherStats | None = None,
+    windows: Tensor | None = None,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Compress ``model`` **in place** from statistics collected before, and return it.
 
     One calibration serves any number of configurations: ``saved = snapshot(model)``, then ``compress_with`` and
-    ``restore(model, saved)`` in turn. Arguments and errors as in :func:`compress`.
+    ``restore(model, saved)`` in turn. Arguments and errors as in :func:`compress`; with ``sequential=True`` the
+    decomposition runs over ``windows`` itself, ``(windows, length)`` token ids.
     """
     _check(model, config)
     if config.needs_grams and grams is None:
         raise CalibrationError(f"decomposition={config.decomposition!r} needs grams=calibrate_grams(model, windows).")
+    if config.sequential and windows is None:
+        raise CalibrationError("sequential=True calibrates while it compresses: pass windows=..., the token windows.")
     chosen = plan(model, config, fisher, grams)
-    replacements = build_attentions(model, config, chosen, metrics_of(model, config, grams, fisher), progress)
+    metrics = metrics_of(model, config, grams, fisher)
+    if config.sequential and windows is not None:
+        replacements = build_in_turn(model, config, chosen, metrics, windows, progress)
+    else:
+        replacements = build_attentions(model, config, chosen, metrics, progress)
     size = layer_size_of(model)
     install(model, replacements)
     model.palu = PaluReport(
@@ -146,7 +154,7 @@ def compress_with(
         parameters=sum(
             size.compressed(module.forms, module.k_latent.ranks, module.v_latent.ranks) for module in replacements
         ),
-        calibration_tokens=grams.tokens if grams is not None and config.needs_grams else 0,
+        calibration_tokens=_tokens(config, grams, windows),
         fisher_windows=fisher.windows if fisher is not None and config.needs_fisher else 0,
     )
     return model
@@ -188,6 +196,13 @@ def load(directory: str | Path) -> PreTrainedModel:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{directory} does not say what was done to it: {error!r}. Copy it again.") from error
     return model
+
+
+def _tokens(config: PaluConfig, grams: GramStats | None, windows: Tensor | None) -> int:
+    """The tokens behind the Gram matrices that the decomposition, or else the plan, used."""
+    if config.sequential and windows is not None:
+        return windows.numel()
+    return grams.tokens if grams is not None and config.needs_grams else 0
 
 
 def _check(model: PreTrainedModel, config: PaluConfig) -> None:

@@ -31,8 +31,10 @@ def windows_of(
         tokenizer: a transformers tokenizer; ``None`` will do for token windows.
         calibration: a text; several texts; rows with a field ``text`` (a data set); a mapping of names to these, mixed
             in equal shares by :func:`mixed_windows`; or token windows, which are returned as they are.
-        length, count, prepend_bos, at_most: as for :func:`~kvslim.calibrating.windows.windows_from_texts`; not used
-            for token windows.
+        length: tokens per window, the first token included. This and what follows is not used for token windows.
+        count: how many windows there must be; ``None`` takes as many as fit.
+        prepend_bos: start each window with the tokenizer's ``bos_token_id``.
+        at_most: with ``count=None``, stop at this many.
 
     Raises:
         CalibrationError: the data is of no such form or too short; of a mapping, the message names the source.
@@ -90,8 +92,8 @@ def mixed_windows(
     for name, share, fit in zip(names, shares, fits, strict=True):
         if share > fit:
             raise CalibrationError(
-                f"The calibration source {name!r} holds {fit} windows of {length} tokens; its share of {sum(shares)} is "
-                f"{share}. Add text to it, ask for fewer or shorter windows, or give it a smaller weight."
+                f"The calibration source {name!r} holds {fit} windows of {length} tokens; its share of {sum(shares)} "
+                f"is {share}. Add text to it, ask for fewer or shorter windows, or give it a smaller weight."
             )
     rows = [cut(ids, share, body, bos) for share, (ids, body, bos) in zip(shares, encoded, strict=True)]
     # Window i of n stands at (i + ½) / n of the way, so that every stretch holds all sources in their shares.
@@ -132,8 +134,8 @@ def _parts(names: list[str], weights: Mapping[str, float] | None) -> list[float]
         return [1.0] * len(names)
     if set(weights) != set(names) or not all(is_number(weights[name]) and weights[name] > 0 for name in names):
         raise CalibrationError(
-            f"weights gives every source a number above 0, and no others. The sources are {', '.join(map(repr, names))};"
-            f" the weights are {dict(weights)}."
+            f"weights gives every source a number above 0, and no others. Sources: {', '.join(map(repr, names))}; "
+            f"weights: {dict(weights)}."
         )
     return [float(weights[name]) for name in names]
 

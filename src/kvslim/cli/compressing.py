@@ -26,6 +26,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     decomposition: Annotated[
         str, typer.Option(help="whitened or loss-aware (by calibration text), or svd.")
     ] = "whitened",
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Calibrate each layer behind the layers compressed before it.")
+    ] = False,
     rank_multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 1,
     bits: Annotated[int, typer.Option(help="Width of cached latents: 2, 3, 4 or 8; 16 keeps the model's dtype.")] = 16,
     hadamard: Annotated[
@@ -36,8 +39,8 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     calibration: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Data to calibrate on: text, .jsonl or .json rows, or these as .xz. Several are mixed in equal shares. "
-            "[default: reference prose, source code and licences that are installed]"
+            help="Data to calibrate on: text, .jsonl or .json rows, or these as .xz; several are mixed in equal "
+            "shares. [default: reference prose, source code and licences that are installed]"
         ),
     ] = None,
     calibration_windows: Annotated[
@@ -62,6 +65,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         group_size=group_size,
         ranks=ranks,
         decomposition=decomposition,
+        sequential=sequential,
         rank_multiple=rank_multiple,
         bits=bits,
         hadamard=hadamard,
@@ -75,7 +79,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     check_new_directory(out)
     if plot is not None:
         check_writable(plot)
-    needed = config.needs_grams or config.needs_fisher
+    needed = config.needs_calibration
     corpora = (list(map(read_corpus, dict.fromkeys(calibration))) if calibration else default_mix()) if needed else []
 
     loaded, tokenizer = load_model(model, weights, device)

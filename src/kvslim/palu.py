@@ -8,6 +8,7 @@ The key and value projection of every layer are factored, ``W ≈ A B``; the mod
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from kvslim.calibrating.windows import check_windows
 from kvslim.checkpointing.latent_model import read_latent_model, write_latent_model
 from kvslim.errors import CalibrationError, CheckpointError, NonFiniteError, UnsupportedModelError
 from kvslim.palu_build import Progress, build_attentions, build_in_turn, forms_of, stage
+from kvslim.palu_checks import check_statistics, token_notes
 from kvslim.palu_config import PaluConfig, PaluPlan, PaluReport
 from kvslim.palu_plan import metrics_of, plan
 
@@ -81,7 +83,7 @@ def compress(
     Raises:
         UnsupportedModelError: the model is of no supported family, compressed already, quantized or adapted.
         ConfigError: the group size does not divide the KV heads, or the rate cannot be met.
-        CalibrationError: calibration data is missing or too short.
+        CalibrationError: calibration data is missing, too short, or leads to statistics that are none.
         NonFiniteError: weights or activations hold NaN or Inf; the message names the layer.
     """
     _check(model, config)
@@ -138,7 +140,10 @@ def compress_with(
         raise CalibrationError(f"decomposition={config.decomposition!r} needs grams=calibrate_grams(model, windows).")
     if config.sequential and windows is None:
         raise CalibrationError("sequential=True calibrates while it compresses: pass windows=..., the token windows.")
+    check_statistics(config, grams, fisher)
+    tokens = _tokens(config, grams, windows)
     chosen = plan(model, config, fisher, grams)
+    chosen = replace(chosen, notes=chosen.notes + token_notes(config, chosen, tokens, model.config.hidden_size))
     metrics = metrics_of(model, config, grams, fisher)
     if config.sequential and windows is not None:
         replacements = build_in_turn(model, config, chosen, metrics, windows, progress)
@@ -154,7 +159,7 @@ def compress_with(
         parameters=sum(
             size.compressed(module.forms, module.k_latent.ranks, module.v_latent.ranks) for module in replacements
         ),
-        calibration_tokens=_tokens(config, grams, windows),
+        calibration_tokens=tokens,
         fisher_windows=fisher.windows if fisher is not None and config.needs_fisher else 0,
     )
     return model

@@ -15,6 +15,7 @@ from kvslim.attending.projections import Part, projections_of
 from kvslim.caching.latent_codes import LatentCodes
 from kvslim.calibrating.sequential import replace_in_turn
 from kvslim.decomposing.whitened import Decomposition, loss_aware_svd, plain_svd, whitened_svd
+from kvslim.palu_checks import check_gram
 from kvslim.palu_config import PaluConfig, PaluPlan
 from kvslim.palu_plan import Metric, groups_of
 from kvslim.quantizing.folding import rotated_factors
@@ -53,6 +54,7 @@ def build_in_turn(
     built: list[LatentAttention] = []
 
     def build(layer: int, gram: Tensor) -> LatentAttention:
+        check_gram(gram, f"The Gram matrix of layer {layer}'s inputs")
         built.append(builder.attention(layer, gram, metrics[layer][1]))
         return built[-1]
 

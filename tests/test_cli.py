@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import re
 import subprocess
 import sys
@@ -171,6 +172,29 @@ def test_compress_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_p
     again = call("compress", model_dir, "-o", out)
     assert again.exit_code == 2
     assert "exists already" in again.stderr
+
+
+def test_compress_on_several_texts_in_sequence(
+    model_dir: Path, texts: tuple[Path, Path], tmp_path: Path, stats_folder: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl.xz"
+    rows.write_bytes(lzma.compress(json.dumps({"text": texts[0].read_text()}).encode()))
+    options = ("--calibration", texts[1], "--calibration", rows, "--window-length", 128, "--calibration-windows", 6)
+    result = call("compress", model_dir, "-o", tmp_path / "one", "--rate", 0.5, "--sequential", *options)
+    assert result.exit_code == 0, result.output
+    assert f"equal shares of {texts[1]}; {rows}, each layer behind" in " ".join(result.stdout.split())
+    report = palu.load(tmp_path / "one").palu
+    assert (report.config.sequential, report.calibration_tokens) == (True, 6 * 128)
+    assert not stats_folder.exists()
+    assert call("compress", model_dir, "-o", tmp_path / "two", "--no-stats-cache", *options).exit_code == 0
+    assert not stats_folder.exists()
+    assert call("compress", model_dir, "-o", tmp_path / "three", *options).exit_code == 0
+    assert len(list(stats_folder.iterdir())) == 1
+    short = tmp_path / "short.txt"
+    short.write_text("w1 w2 w3")
+    refused = call("compress", model_dir, "-o", tmp_path / "four", *options, "--calibration", short)
+    assert refused.exit_code == 2
+    assert "short.txt' has 3 tokens, less than one window of 128" in " ".join(refused.stderr.split())
 
 
 def test_spectrum(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from kvslim.caching.latent import LatentCache
 from kvslim.calibrating.fisher import FISHER_LENGTH, FisherStats, calibrate_fisher
 from kvslim.calibrating.grams import GramStats, calibrate_grams
 from kvslim.calibrating.mixing import windows_of
+from kvslim.calibrating.stats_cache import StatsCache
 from kvslim.calibrating.windows import check_windows
 from kvslim.checkpointing.latent_model import read_latent_model, write_latent_model
 from kvslim.errors import CalibrationError, CheckpointError, NonFiniteError, UnsupportedModelError
@@ -62,6 +63,7 @@ def compress(
     calibration_windows: int | None = None,
     window_length: int = 2048,
     prepend_bos: bool = False,
+    stats_cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Compress ``model`` **in place** and return it.
@@ -78,6 +80,7 @@ def compress(
         calibration_windows: windows to cut from the texts; ``None`` takes as many as fit, at most 256.
         window_length: tokens per window.
         prepend_bos: start each window with the beginning-of-text token, for models trained so.
+        stats_cache: folder that keeps calibration statistics for the next time, see :func:`calibrate`.
         progress: called with stage, steps done and steps in all.
 
     Raises:
@@ -95,28 +98,42 @@ def compress(
                 f"calibration=..., or use decomposition='svd' with ranks='uniform'."
             )
         windows = windows_of(tokenizer, calibration, window_length, calibration_windows, prepend_bos, _WINDOWS_AT_MOST)
-        grams, fisher = calibrate(model, config, windows, progress=progress)
+        grams, fisher = calibrate(model, config, windows, cache=stats_cache, progress=progress)
     return compress_with(model, config, grams=grams, fisher=fisher, windows=windows, progress=progress)
 
 
 def calibrate(
-    model: PreTrainedModel, config: PaluConfig, windows: Tensor, *, progress: Progress | None = None
+    model: PreTrainedModel,
+    config: PaluConfig,
+    windows: Tensor,
+    *,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> tuple[GramStats | None, FisherStats | None]:
     """Collect the statistics that ``config`` needs from ``(windows, length)`` token ids; ``None`` for the others.
 
-    The Fisher pass uses the first 1024 tokens of each window. Errors as in :func:`compress`.
+    The Fisher pass uses the first 1024 tokens of each window. With ``cache``, a folder, statistics that were collected
+    before from the same weights, configuration, windows and settings are read from there, and new ones are kept there;
+    see :mod:`kvslim.calibrating.stats_cache`. What sequential mode collects depends on the compression and is not kept.
+    Errors as in :func:`compress`.
     """
     windows = check_windows(windows, model.config.vocab_size)
+    first = windows[:, :FISHER_LENGTH]
+    store = StatsCache(cache, model) if cache is not None and (config.needs_grams or config.needs_fisher) else None
+
+    def make_grams() -> GramStats:
+        return calibrate_grams(model, windows, progress=stage(progress, "gram matrices"))
+
+    def make_fisher() -> FisherStats:
+        step = stage(progress, "fisher information")
+        return calibrate_fisher(model, first, output_grams=config.needs_output_grams, progress=step)
+
     grams = fisher = None
     if config.needs_grams:
-        grams = calibrate_grams(model, windows, progress=stage(progress, "gram matrices"))
+        grams = make_grams() if store is None else store.get(GramStats, windows, {}, make_grams)
     if config.needs_fisher:
-        fisher = calibrate_fisher(
-            model,
-            windows[:, :FISHER_LENGTH],
-            output_grams=config.needs_output_grams,
-            progress=stage(progress, "fisher information"),
-        )
+        settings = {"output_grams": config.needs_output_grams}
+        fisher = make_fisher() if store is None else store.get(FisherStats, first, settings, make_fisher)
     return grams, fisher
 
 

@@ -48,6 +48,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     ] = None,
     window_length: Annotated[int, typer.Option(help="Tokens of each of them.")] = 2048,
     bos: Annotated[bool, typer.Option("--bos", help="Start each window with the beginning-of-text token.")] = False,
+    stats_cache: Annotated[
+        bool, typer.Option("--stats-cache/--no-stats-cache", help="Keep calibration statistics for the next time.")
+    ] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the ranks per layer to this PNG.")] = None,
     dtype: DType = "bfloat16",
     device: Device = "cpu",
@@ -58,6 +61,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     """
     from kvslim import palu
     from kvslim.calibrating.corpora import default_mix, origin_of, read_corpus
+    from kvslim.calibrating.stats_cache import user_folder
     from kvslim.files import check_new_directory, check_writable
 
     config = palu.PaluConfig(
@@ -92,6 +96,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
             calibration_windows=calibration_windows,
             window_length=window_length,
             prepend_bos=bos,
+            stats_cache=user_folder() if stats_cache else None,
             progress=progress,
         )
     palu.save(loaded, out, tokenizer)
@@ -119,5 +124,6 @@ def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:
     for note in plan.notes:
         typer.echo(note)
     if origin is not None:
-        typer.echo(f"Calibrated on {origin}.")
+        turn = ", each layer behind the compressed ones before it" if report.config.sequential else ""
+        typer.echo(f"Calibrated on {origin}{turn}.")
     typer.echo(f"Written: {out}", err=True)

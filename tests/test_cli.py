@@ -60,7 +60,7 @@ def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_eval(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "deep" / "results.json"
-    names = ["none", "int4", "jolt-2x:sinks=0:window=0", "palu-50"]
+    names = ["none", "int4", "jolt-2x:sinks=0:window=0", "palu-50", "palu-50:sequential"]
     result = call(
         *("eval", model_dir, "--methods", ",".join(names), "--text", texts[0], "--calibration", texts[1]),
         *("--tokens", 128, "--score", 16, "--windows", 2, "--calibration-windows", 4, "--calibration-length", 128),
@@ -72,7 +72,7 @@ def test_eval(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None
     assert stored.settings["tokens"] == 128
     assert stored.settings["bos"] is True
     assert stored.methods[0].kl < 1e-12
-    assert [one.one_pass_perplexity is not None for one in stored.methods] == [True, False, False, True]
+    assert [one.one_pass_perplexity is not None for one in stored.methods] == [True, False, False, True, True]
     assert stored.text == str(texts[0])
     assert str(texts[1]) in (stored.calibration or "")
     assert all(name.split(":")[0] in result.stdout for name in names)
@@ -177,6 +177,8 @@ def test_compress_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_p
 def test_compress_on_several_texts_in_sequence(
     model_dir: Path, texts: tuple[Path, Path], tmp_path: Path, stats_folder: Path
 ) -> None:
+    from kvslim import palu
+
     rows = tmp_path / "rows.jsonl.xz"
     rows.write_bytes(lzma.compress(json.dumps({"text": texts[0].read_text()}).encode()))
     options = ("--calibration", texts[1], "--calibration", rows, "--window-length", 128, "--calibration-windows", 6)

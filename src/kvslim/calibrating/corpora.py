@@ -139,12 +139,19 @@ def _library_texts() -> Corpus:
     """What the libraries that kvslim needs say of themselves, and their licences, each text once."""
     parts: dict[str, None] = {}
     for name in _LIBRARIES:
-        about = importlib.metadata.metadata(name)
-        parts[str(about.get_payload() or about.get("Description") or "")[:_HEAD]] = None  # type: ignore[attr-defined]
-        for file in importlib.metadata.files(name) or ():
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:  # it is there, but under another name or without a record
+            continue
+        about: Any = found.metadata
+        parts[str(about.get_payload() or about.get("Description") or "")[:_HEAD]] = None
+        for file in found.files or ():
             if file.name.upper().startswith(("LICENSE", "LICENCE", "NOTICE")) and file.suffix in ("", ".txt", ".md"):
                 parts[_head(Path(str(file.locate())))] = None
-    return Corpus("licences", _BLANK_LINE.join(filter(str.strip, parts)), "descriptions and licences of its libraries")
+    text = _BLANK_LINE.join(filter(str.strip, parts))
+    if not text:
+        raise ConfigError("The installed libraries bring no descriptions or licences. Give a text file instead.")
+    return Corpus("licences", text, "descriptions and licences of its libraries")
 
 
 def _head(path: Path) -> str:

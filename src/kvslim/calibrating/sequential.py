@@ -9,6 +9,7 @@ all windows wait on the CPU (``windows * length * hidden`` numbers in the model'
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,7 +108,7 @@ class _Stream:
         handle = layers[0].register_forward_pre_hook(keep, with_kwargs=True)
         try:
             for window in windows:
-                _until_enough(lambda ids=window: base(input_ids=ids[None].to(model.device), use_cache=False))
+                _until_enough(partial(base, input_ids=window[None].to(model.device), use_cache=False))
         finally:
             handle.remove()
 
@@ -123,7 +124,7 @@ class _Stream:
         handle = key.register_forward_pre_hook(add)
         try:
             for window, hidden in enumerate(self.hidden):
-                _until_enough(lambda states=hidden: self._run(index, states))
+                _until_enough(partial(self._run, index, hidden))
                 require_finite(total, index, window)
         finally:
             handle.remove()

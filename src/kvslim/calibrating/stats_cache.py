@@ -71,7 +71,7 @@ class StatsCache:
             "settings": settings,
             "format": FORMAT_VERSION,
             "model": self.model,
-            "windows": hashlib.sha256(windows.long().cpu().contiguous().numpy()).hexdigest(),
+            "windows": hashlib.sha256(windows.long().cpu().contiguous().numpy().tobytes()).hexdigest(),
             "shape": list(windows.shape),
         }
         key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

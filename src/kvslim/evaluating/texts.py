@@ -92,7 +92,7 @@ def python_topics(tokenizer: Any, tokens: int) -> tuple[TextSource, TextSource]:
     return _join(topics, names[:test]), _join(topics, names[test:])
 
 
-def all_pythonreference_topics() -> TextSource:
+def all_python_topics() -> TextSource:
     """All of them, for calibration. Errors as :func:`python_topics`."""
     topics = reference_topics()
     return _join(topics, sorted(topics))

@@ -38,6 +38,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def stats_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command line keeps calibration statistics in this test: not in the user's cache."""
+    from kvslim.calibrating import stats_cache
+
+    folder = tmp_path / "statistics"
+    monkeypatch.setattr(stats_cache, "user_folder", lambda: folder)
+    return folder
+
+
 class MakeTiny(Protocol):
     """The call signature of the ``make_tiny`` fixture."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import re
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def no_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_eval(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "deep" / "results.json"
-    names = ["none", "int4", "jolt-2x:sinks=0:window=0", "palu-50"]
+    names = ["none", "int4", "jolt-2x:sinks=0:window=0", "palu-50", "palu-50:sequential"]
     result = call(
         *("eval", model_dir, "--methods", ",".join(names), "--text", texts[0], "--calibration", texts[1]),
         *("--tokens", 128, "--score", 16, "--windows", 2, "--calibration-windows", 4, "--calibration-length", 128),
@@ -71,7 +72,7 @@ def test_eval(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None
     assert stored.settings["tokens"] == 128
     assert stored.settings["bos"] is True
     assert stored.methods[0].kl < 1e-12
-    assert [one.one_pass_perplexity is not None for one in stored.methods] == [True, False, False, True]
+    assert [one.one_pass_perplexity is not None for one in stored.methods] == [True, False, False, True, True]
     assert stored.text == str(texts[0])
     assert str(texts[1]) in (stored.calibration or "")
     assert all(name.split(":")[0] in result.stdout for name in names)
@@ -190,6 +191,31 @@ def test_compress_measures_what_the_model_card_states(
     )
     assert same.exit_code == 2
     assert "is the test text" in same.stderr
+
+
+def test_compress_on_several_texts_in_sequence(
+    model_dir: Path, texts: tuple[Path, Path], tmp_path: Path, stats_folder: Path
+) -> None:
+    from kvslim import palu
+
+    rows = tmp_path / "rows.jsonl.xz"
+    rows.write_bytes(lzma.compress(json.dumps({"text": texts[0].read_text()}).encode()))
+    options = ("--calibration", texts[1], "--calibration", rows, "--window-length", 128, "--calibration-windows", 6)
+    result = call("compress", model_dir, "-o", tmp_path / "one", "--rate", 0.5, "--sequential", *options)
+    assert result.exit_code == 0, result.output
+    assert f"equal shares of {texts[1]}; {rows}, each layer behind" in " ".join(result.stdout.split())
+    report = palu.load(tmp_path / "one").palu
+    assert (report.config.sequential, report.calibration_tokens) == (True, 6 * 128)
+    assert not stats_folder.exists()
+    assert call("compress", model_dir, "-o", tmp_path / "two", "--no-stats-cache", *options).exit_code == 0
+    assert not stats_folder.exists()
+    assert call("compress", model_dir, "-o", tmp_path / "three", *options).exit_code == 0
+    assert len(list(stats_folder.iterdir())) == 1
+    short = tmp_path / "short.txt"
+    short.write_text("w1 w2 w3")
+    refused = call("compress", model_dir, "-o", tmp_path / "four", *options, "--calibration", short)
+    assert refused.exit_code == 2
+    assert "short.txt' has 3 tokens, less than one window of 128" in " ".join(refused.stderr.split())
 
 
 def test_spectrum(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:

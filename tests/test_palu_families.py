@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -26,9 +26,13 @@ from transformers import (
 )
 
 from kvslim import palu
+from kvslim.attending.families import attention_modules
 from kvslim.caching.latent import LatentCache
+from kvslim.calibrating.grams import calibrate_grams
+from kvslim.calibrating.sequential import replace_in_turn
 from kvslim.errors import ConfigError, UnsupportedModelError
 from kvslim.palu import PaluConfig
+from kvslim.palu_build import Builder
 
 VOCAB = 128
 GQA = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -130,6 +134,37 @@ def test_all_forms_and_chunks_are_one_function_below_full_rank(kind: str, fusion
     for sizes in ([21], [10, 1, 1, 9]):
         ours = in_chunks(compressed(build(kind), **settings, fusion=fusion), sizes)
         torch.testing.assert_close(ours, wanted, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequential_calibration_sees_what_the_compressed_model_reads(kind: str) -> None:
+    model = build(kind)
+    exact = compressed(model, rate=0.0, sequential=True)
+    torch.testing.assert_close(in_chunks(exact, [21]), in_chunks(model, [21]), atol=1e-3, rtol=0)
+
+    usual = calibrate_grams(model, WINDOWS).grams
+    twin, seen = copy.deepcopy(model), {}
+    own = attention_modules(twin)
+    config = PaluConfig(rate=0.5, sequential=True)
+    builder = Builder(twin, config, palu.plan(twin, config))
+
+    def keep(layer: int, gram: Tensor) -> nn.Module:
+        seen[layer] = gram
+        return builder.attention(layer, gram, (None, None))
+
+    replace_in_turn(twin, WINDOWS, keep)
+    assert attention_modules(twin) == own
+    torch.testing.assert_close(seen[0], usual[0], atol=1e-3, rtol=1e-4)
+
+    slim = palu.compress(model, None, config, WINDOWS)
+    read: list[Tensor] = []
+    latent = attention_modules(slim)[1].k_latent
+    handle = latent.register_forward_pre_hook(lambda _, args: read.append(args[0].flatten(0, -2).double()))
+    with torch.no_grad():
+        slim(WINDOWS, use_cache=False)
+    handle.remove()
+    torch.testing.assert_close(seen[1], read[0].T @ read[0], atol=1e-3, rtol=1e-3)
+    assert (seen[1] - usual[1]).norm() > 1e-3 * usual[1].norm()
 
 
 WAYS: dict[str, dict[str, Any]] = {

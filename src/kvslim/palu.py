@@ -7,7 +7,7 @@ The key and value projection of every layer are factored, ``W ≈ A B``; the mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +21,13 @@ from kvslim.attending.projections import projections_of
 from kvslim.caching.latent import LatentCache
 from kvslim.calibrating.fisher import FISHER_LENGTH, FisherStats, calibrate_fisher
 from kvslim.calibrating.grams import GramStats, calibrate_grams
-from kvslim.calibrating.windows import check_windows, windows_from_texts, windows_hash
+from kvslim.calibrating.mixing import windows_of
+from kvslim.calibrating.stats_cache import StatsCache
+from kvslim.calibrating.windows import check_windows, windows_hash
 from kvslim.checkpointing.latent_model import load_latent_model, save_latent_model
 from kvslim.errors import CalibrationError, NonFiniteError, UnsupportedModelError
-from kvslim.palu_build import Progress, build_attentions, forms_of, stage
+from kvslim.palu_build import Progress, build_attentions, build_in_turn, forms_of, stage
+from kvslim.palu_checks import check_statistics, token_notes
 from kvslim.palu_config import PaluConfig, PaluPlan, PaluReport
 from kvslim.palu_plan import metrics_of, plan
 
@@ -55,11 +58,12 @@ def compress(
     model: PreTrainedModel,
     tokenizer: Any,
     config: PaluConfig,
-    calibration: str | Iterable[str] | Tensor | None = None,
+    calibration: str | Iterable[str | Mapping[str, Any]] | Mapping[str, Any] | Tensor | None = None,
     *,
     calibration_windows: int | None = None,
     window_length: int = 2048,
     prepend_bos: bool = False,
+    stats_cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Compress ``model`` **in place** and return it.
@@ -71,59 +75,68 @@ def compress(
         model: a causal language model of a supported family with plain float weights.
         tokenizer: its tokenizer; may be ``None`` if ``calibration`` is token windows.
         config: what to do.
-        calibration: text, several texts, or ``(windows, length)`` token ids. Not needed for plain SVD with uniform
-            ranks.
+        calibration: text; several texts, or rows with a field ``text`` (a data set); a mapping of names to these,
+            mixed in equal shares; or ``(windows, length)`` token ids. Not needed for plain SVD with uniform ranks.
         calibration_windows: windows to cut from the texts; ``None`` takes as many as fit, at most 256.
         window_length: tokens per window.
         prepend_bos: start each window with the beginning-of-text token, for models trained so.
+        stats_cache: folder that keeps calibration statistics for the next time, see :func:`calibrate`.
         progress: called with stage, steps done and steps in all.
 
     Raises:
         UnsupportedModelError: the model is of no supported family, compressed already, quantized or adapted.
         ConfigError: the group size does not divide the KV heads, or the rate cannot be met.
-        CalibrationError: calibration data is missing or too short.
+        CalibrationError: calibration data is missing, too short, or leads to statistics that are none.
         NonFiniteError: weights or activations hold NaN or Inf; the message names the layer.
     """
     _check(model, config)
     grams = fisher = windows = None
-    if config.needs_grams or config.needs_fisher:
+    if config.needs_calibration:
         if calibration is None:
             raise CalibrationError(
                 f"decomposition={config.decomposition!r} with ranks={config.ranks!r} needs calibration text. Pass "
-                f"calibration=..., or use decomposition='svd' with ranks='uniform'."
+                f"calibration=..., or use ranks='uniform' with decomposition='svd'."
             )
-        windows = (
-            calibration
-            if isinstance(calibration, Tensor)
-            else windows_from_texts(
-                tokenizer, calibration, window_length, calibration_windows, prepend_bos, _WINDOWS_AT_MOST
-            )
-        )
-        grams, fisher = calibrate(model, config, windows, progress=progress)
-    compress_with(model, config, grams=grams, fisher=fisher, progress=progress)
+        windows = windows_of(tokenizer, calibration, window_length, calibration_windows, prepend_bos, _WINDOWS_AT_MOST)
+        grams, fisher = calibrate(model, config, windows, cache=stats_cache, progress=progress)
+    compress_with(model, config, grams=grams, fisher=fisher, windows=windows, progress=progress)
     if windows is not None:
         model.palu = replace(model.palu, calibration_sha256=windows_hash(windows))
     return model
 
 
 def calibrate(
-    model: PreTrainedModel, config: PaluConfig, windows: Tensor, *, progress: Progress | None = None
+    model: PreTrainedModel,
+    config: PaluConfig,
+    windows: Tensor,
+    *,
+    cache: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> tuple[GramStats | None, FisherStats | None]:
     """Collect the statistics that ``config`` needs from ``(windows, length)`` token ids; ``None`` for the others.
 
-    The Fisher pass uses the first 1024 tokens of each window. Errors as in :func:`compress`.
+    The Fisher pass uses the first 1024 tokens of each window. With ``cache``, a folder, statistics that were collected
+    before from the same weights, configuration, windows and settings are read from there, and new ones are kept there;
+    see :mod:`kvslim.calibrating.stats_cache`. What sequential mode collects depends on the compression and is not kept.
+    Errors as in :func:`compress`.
     """
     windows = check_windows(windows, model.config.vocab_size)
+    first = windows[:, :FISHER_LENGTH]
+    store = StatsCache(cache, model) if cache is not None and (config.needs_grams or config.needs_fisher) else None
+
+    def make_grams() -> GramStats:
+        return calibrate_grams(model, windows, progress=stage(progress, "gram matrices"))
+
+    def make_fisher() -> FisherStats:
+        step = stage(progress, "fisher information")
+        return calibrate_fisher(model, first, output_grams=config.needs_output_grams, progress=step)
+
     grams = fisher = None
     if config.needs_grams:
-        grams = calibrate_grams(model, windows, progress=stage(progress, "gram matrices"))
+        grams = make_grams() if store is None else store.get(GramStats, windows, {}, make_grams)
     if config.needs_fisher:
-        fisher = calibrate_fisher(
-            model,
-            windows[:, :FISHER_LENGTH],
-            output_grams=config.needs_output_grams,
-            progress=stage(progress, "fisher information"),
-        )
+        settings = {"output_grams": config.needs_output_grams}
+        fisher = make_fisher() if store is None else store.get(FisherStats, first, settings, make_fisher)
     return grams, fisher
 
 
@@ -133,18 +146,29 @@ def compress_with(
     *,
     grams: GramStats | None = None,
     fisher: FisherStats | None = None,
+    windows: Tensor | None = None,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Compress ``model`` **in place** from statistics collected before, and return it.
 
     One calibration serves any number of configurations: ``saved = snapshot(model)``, then ``compress_with`` and
-    ``restore(model, saved)`` in turn. Arguments and errors as in :func:`compress`.
+    ``restore(model, saved)`` in turn. Arguments and errors as in :func:`compress`; with ``sequential=True`` the
+    decomposition runs over ``windows`` itself, ``(windows, length)`` token ids.
     """
     _check(model, config)
     if config.needs_grams and grams is None:
         raise CalibrationError(f"decomposition={config.decomposition!r} needs grams=calibrate_grams(model, windows).")
+    if config.sequential and windows is None:
+        raise CalibrationError("sequential=True calibrates while it compresses: pass windows=..., the token windows.")
+    check_statistics(config, grams, fisher)
+    tokens = _tokens(config, grams, windows)
     chosen = plan(model, config, fisher, grams)
-    replacements = build_attentions(model, config, chosen, metrics_of(model, config, grams, fisher), progress)
+    chosen = replace(chosen, notes=chosen.notes + token_notes(config, chosen, tokens, model.config.hidden_size))
+    metrics = metrics_of(model, config, grams, fisher)
+    if config.sequential and windows is not None:
+        replacements = build_in_turn(model, config, chosen, metrics, windows, progress)
+    else:
+        replacements = build_attentions(model, config, chosen, metrics, progress)
     size = layer_size_of(model)
     install(model, replacements)
     model.palu = PaluReport(
@@ -155,7 +179,7 @@ def compress_with(
         parameters=sum(
             size.compressed(module.forms, module.k_latent.ranks, module.v_latent.ranks) for module in replacements
         ),
-        calibration_tokens=grams.tokens if grams is not None and config.needs_grams else 0,
+        calibration_tokens=tokens,
         fisher_windows=fisher.windows if fisher is not None and config.needs_fisher else 0,
     )
     return model
@@ -207,6 +231,13 @@ def load(directory: str | Path, **options: Any) -> PreTrainedModel:
         CheckpointError: it is truncated, was edited, or is of another format.
     """
     return load_latent_model(Path(directory), **options)
+
+
+def _tokens(config: PaluConfig, grams: GramStats | None, windows: Tensor | None) -> int:
+    """The tokens behind the Gram matrices that the decomposition, or else the plan, used."""
+    if config.sequential and windows is not None:
+        return windows.numel()
+    return grams.tokens if grams is not None and config.needs_grams else 0
 
 
 def _check(model: PreTrainedModel, config: PaluConfig) -> None:

@@ -12,7 +12,9 @@ from kvslim.attending.latent_attention import LatentAttention
 from kvslim.attending.latent_forms import Forms, choose_forms
 from kvslim.attending.latent_model import layer_places, layer_size_of
 from kvslim.attending.projections import Part, projections_of
+from kvslim.calibrating.sequential import replace_in_turn
 from kvslim.decomposing.whitened import Decomposition, loss_aware_svd, plain_svd, whitened_svd
+from kvslim.palu_checks import check_gram
 from kvslim.palu_config import PaluConfig, PaluPlan, codes_of
 from kvslim.palu_plan import Metric, groups_of
 from kvslim.quantizing.folding import rotated_factors
@@ -29,20 +31,56 @@ def build_attentions(
     model: PreTrainedModel, config: PaluConfig, chosen: PaluPlan, metrics: list[Metric], progress: Progress | None
 ) -> list[LatentAttention]:
     """The attention modules that will replace the model's own."""
-    projections, places = projections_of(model), layer_places(model, codes_of(config, chosen))
+    builder = Builder(model, config, chosen)
     step, built = stage(progress, "decomposition"), []
-    for layer, (original, parts) in enumerate(zip(attention_modules(model), projections, strict=True)):
-        ranks = (chosen.key_ranks[layer], chosen.value_ranks[layer])
-        gram, outputs = metrics[layer]
+    for layer, metric in enumerate(metrics):
+        built.append(builder.attention(layer, *metric))
+        if step is not None:
+            step(layer + 1, len(metrics))
+    return built
+
+
+def build_in_turn(
+    model: PreTrainedModel,
+    config: PaluConfig,
+    chosen: PaluPlan,
+    metrics: list[Metric],
+    windows: Tensor,
+    progress: Progress | None,
+) -> list[LatentAttention]:
+    """The same with the Gram matrix of each layer's inputs taken behind the layers that are compressed already."""
+    builder = Builder(model, config, chosen)
+    built: list[LatentAttention] = []
+
+    def build(layer: int, gram: Tensor) -> LatentAttention:
+        check_gram(gram, f"The Gram matrix of layer {layer}'s inputs")
+        built.append(builder.attention(layer, gram, metrics[layer][1]))
+        return built[-1]
+
+    replace_in_turn(model, windows, build, progress=stage(progress, "decomposition in turn"))
+    return built
+
+
+class Builder:
+    """Makes the latent attention of one layer after the other; needs the model uncompressed only when it is made."""
+
+    def __init__(self, model: PreTrainedModel, config: PaluConfig, chosen: PaluPlan) -> None:
+        self.model, self.config, self.chosen = model, config, chosen
+        self.projections, self.places = projections_of(model), layer_places(model, codes_of(config, chosen))
+        self.forms = [forms_of(model, config, chosen, layer) for layer in range(len(self.projections))]
+        self.originals = attention_modules(model)
+
+    def attention(
+        self, layer: int, gram: Tensor | None, outputs: tuple[Tensor | None, Tensor | None]
+    ) -> LatentAttention:
+        """The attention that replaces a layer's own, its errors weighed by ``gram`` and ``outputs``."""
+        parts, ranks = self.projections[layer], (self.chosen.key_ranks[layer], self.chosen.value_ranks[layer])
         key, value = (
-            _factor(part, wanted, gram, output_gram, config)
+            _factor(part, wanted, gram, output_gram, self.config)
             for part, wanted, output_gram in zip((parts.key, parts.value), ranks, outputs, strict=True)
         )
-        module = LatentAttention(original, places[layer], parts, *ranks, forms_of(model, config, chosen, layer))
-        built.append(module.fill(parts, key, value))
-        if step is not None:
-            step(layer + 1, len(projections))
-    return built
+        module = LatentAttention(self.originals[layer], self.places[layer], parts, *ranks, self.forms[layer])
+        return module.fill(parts, key, value)
 
 
 def forms_of(model: PreTrainedModel, config: PaluConfig, chosen: PaluPlan, layer: int) -> Forms:

@@ -25,6 +25,8 @@ class PaluConfig(JsonConfig):
             and the loss gradients by the keys and values.
         decomposition: ``whitened`` (truncation-aware, least output error), ``loss-aware`` (least output error as the
             loss feels it) or ``svd`` (of the weights alone).
+        sequential: factor each layer by the inputs that the compressed layers before it give it, instead of the
+            uncompressed model's. Ranks and output gradients come from the uncompressed model all the same.
         rank_multiple: ranks are multiples of this, or full.
         rank_floor: least share of its full rank that any group keeps. The paper has none (0): on small models a few
             layers with little Fisher information are then cut to almost nothing, and the model breaks.
@@ -41,8 +43,8 @@ class PaluConfig(JsonConfig):
 
     rate: float = 0.3
     group_size: int | None = None
-    ranks: str = "uniform"
-    decomposition: str = "whitened"
+    ranks: str = "spectral"
+    decomposition: str = "loss-aware"
     rank_multiple: int = 1
     rank_floor: float = 0.125
     fusion: str = "auto"
@@ -50,6 +52,7 @@ class PaluConfig(JsonConfig):
     hadamard: bool = True
     sinks: int = 0
     window: int = 0
+    sequential: bool = False
 
     def __post_init__(self) -> None:
         """Check every field that needs no model."""
@@ -68,6 +71,12 @@ class PaluConfig(JsonConfig):
         ):
             if value not in known:
                 raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
+        if not is_flag(self.sequential):
+            raise ConfigError(f"sequential is true or false, not {self.sequential!r}.")
+        if self.sequential and self.decomposition == "svd":
+            raise ConfigError(
+                "sequential says which inputs weigh errors, and decomposition='svd' weighs none. Drop one."
+            )
         self._check_codes()
 
     def _check_codes(self) -> None:
@@ -86,7 +95,12 @@ class PaluConfig(JsonConfig):
 
     @property
     def needs_grams(self) -> bool:
-        return self.decomposition != "svd" or self.ranks == "spectral"
+        """Whether the Gram matrices of the uncompressed model are needed."""
+        return (self.decomposition != "svd" and not self.sequential) or self.ranks == "spectral"
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.needs_grams or self.needs_fisher or self.sequential
 
     @property
     def needs_fisher(self) -> bool:

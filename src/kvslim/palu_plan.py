@@ -89,9 +89,9 @@ Metric = tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]
 
 
 def metrics_of(model: Any, config: PaluConfig, grams: GramStats | None, fisher: FisherStats | None) -> list[Metric]:
-    """The metric of each layer, as far as the decomposition asks for it."""
+    """The metric of each layer, as far as the decomposition asks for it and it does not come in turn."""
     layers = len(projections_of(model))
-    used = None if config.decomposition == "svd" else grams
+    used = None if config.decomposition == "svd" or config.sequential else grams
     inputs: Sequence[Tensor | None] = [None] * layers if used is None else used.grams
     if len(inputs) != layers:
         raise CalibrationError(f"{len(inputs)} Gram matrices for {layers} layers. Calibrate this model.")

@@ -58,6 +58,7 @@ def test_jolt(tiny_llama: PreTrainedModel, name: str, config: JoltConfig) -> Non
         ("palu-30", PaluConfig(rate=0.3)),
         ("palu-50:fisher", PaluConfig(rate=0.5, ranks="fisher")),
         ("palu-30:gs1", PaluConfig(rate=0.3, group_size=1)),
+        ("palu-50:sequential", PaluConfig(rate=0.5, sequential=True)),
         ("palu-30:svd:fisher-rms", PaluConfig(rate=0.3, decomposition="svd", ranks="fisher-rms")),
         ("palu-30:fisher:4bit", PaluConfig(rate=0.3, ranks="fisher", bits=4)),
         ("palu-50:2bit:no-hadamard", PaluConfig(rate=0.5, bits=2, hadamard=False)),
@@ -115,8 +116,8 @@ def test_lists() -> None:
 
 
 def test_palu_needs_calibration_unless_it_is_plain() -> None:
-    with pytest.raises(ConfigError, match="palu-30 must be calibrated"):
-        check_methods(parse_methods("none,palu-30,palu-30:svd"), calibrated=False)
+    with pytest.raises(ConfigError, match="palu-30, palu-50:sequential must be calibrated"):
+        check_methods(parse_methods("none,palu-30,palu-50:sequential,palu-30:svd"), calibrated=False)
     check_methods(parse_methods("none,palu-30"), calibrated=True)
     check_methods(parse_methods("none,palu-30:svd"), calibrated=False)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from kvslim.attending.families import kv_shape_of, text_config
 from kvslim.attending.projections import Part, projections_of
 from kvslim.calibrating.grams import Progress
+from kvslim.calibrating.stats_file import read_stats, write_stats
 from kvslim.calibrating.windows import check_windows
 from kvslim.errors import NonFiniteError
 
@@ -57,6 +59,24 @@ class FisherStats:
     output_squares: Tensor
     output_grams: tuple[Tensor, ...] | None
     tokens: int
+
+    def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
+        """Write to one safetensors file, whole or not at all; ``about`` are JSON values that say what it belongs to.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        write_stats(self, Path(path), about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` wrote; the tensors are on the CPU.
+
+        Raises:
+            ModelSourceError: there is no such file.
+            CheckpointError: it is damaged, truncated, of a newer format, or holds other statistics.
+        """
+        return read_stats(cls, Path(path))
 
 
 def calibrate_fisher(

@@ -13,6 +13,7 @@ from kvslim.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvslim.calibrating.corpora import Corpus
     from kvslim.evaluating.texts import TextSource
     from kvslim.palu import PaluReport
 
@@ -27,11 +28,17 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     group_size: Annotated[
         int | None, typer.Option(help="KV heads that share a decomposition: 1 is per head. [default: all]")
     ] = None,
-    ranks: Annotated[str, typer.Option(help="uniform, fisher, fisher-rms or spectral.")] = "uniform",
+    ranks: Annotated[str, typer.Option(help="spectral, uniform, fisher or fisher-rms.")] = "spectral",
     decomposition: Annotated[
-        str, typer.Option(help="whitened or loss-aware (by calibration text), or svd.")
-    ] = "whitened",
+        str, typer.Option(help="loss-aware or whitened (by calibration text), or svd.")
+    ] = "loss-aware",
+    sequential: Annotated[
+        bool, typer.Option("--sequential", help="Calibrate each layer behind the layers compressed before it.")
+    ] = False,
     rank_multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 1,
+    fusion: Annotated[
+        str, typer.Option(help="Second factors: auto (fewer parameters), fold, apply or none.")
+    ] = "auto",
     bits: Annotated[int, typer.Option(help="Width of cached latents: 2, 3, 4 or 8; 16 keeps the model's dtype.")] = 16,
     hadamard: Annotated[
         bool, typer.Option("--hadamard/--no-hadamard", help="Fold a Hadamard rotation into the factors, below 16 bits.")
@@ -39,7 +46,11 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     sinks: Annotated[int, typer.Option(help="First tokens that stay exact, below 16 bits.")] = 0,
     window: Annotated[int, typer.Option(help="Most recent tokens that stay exact, below 16 bits.")] = 0,
     calibration: Annotated[
-        Path | None, typer.Option(help="Text to calibrate on; Python's reference topics by default.")
+        list[Path] | None,
+        typer.Option(
+            help="Data to calibrate on: text, .jsonl or .json rows, or these as .xz; several are mixed in equal "
+            "shares. [default: reference prose, source code and licences that are installed]"
+        ),
     ] = None,
     calibration_windows: Annotated[
         int | None, typer.Option(help="Windows to calibrate on. [default: as many as fit, up to 256]")
@@ -49,6 +60,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         Path | None, typer.Option(help="Other text: its perplexity before and after goes into the model card.")
     ] = None,
     bos: Annotated[bool, typer.Option("--bos", help="Start each window with the beginning-of-text token.")] = False,
+    stats_cache: Annotated[
+        bool, typer.Option("--stats-cache/--no-stats-cache", help="Keep calibration statistics for the next time.")
+    ] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the ranks per layer to this PNG.")] = None,
     dtype: DType = "bfloat16",
     device: Device = "cpu",
@@ -59,8 +73,10 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     AutoModelForCausalLM.from_pretrained(OUT).
     """
     from kvslim import palu
+    from kvslim.calibrating.corpora import default_mix, origin_of, read_corpus
+    from kvslim.calibrating.stats_cache import user_folder
     from kvslim.calibrating.windows import windows_hash
-    from kvslim.evaluating.texts import all_python_topics, check_apart, read_text
+    from kvslim.evaluating.texts import check_apart, read_text
     from kvslim.files import check_new_directory, check_writable
 
     config = palu.PaluConfig(
@@ -68,7 +84,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         group_size=group_size,
         ranks=ranks,
         decomposition=decomposition,
+        sequential=sequential,
         rank_multiple=rank_multiple,
+        fusion=fusion,
         bits=bits,
         hadamard=hadamard,
         sinks=sinks,
@@ -81,10 +99,11 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     check_new_directory(out)
     if plot is not None:
         check_writable(plot)
-    needed = config.needs_grams or config.needs_fisher
-    text = (read_text(calibration) if calibration is not None else all_python_topics()) if needed else None
+    needed = config.needs_calibration
+    corpora = (list(map(read_corpus, dict.fromkeys(calibration))) if calibration else default_mix()) if needed else []
     test = None if eval_text is None else read_text(eval_text)
-    check_apart(test, text)
+    for corpus in corpora:
+        check_apart(test, corpus)
 
     loaded, tokenizer = load_model(model, weights, device)
     windows = None if test is None else _test_windows(tokenizer, test, window_length, bos)
@@ -94,10 +113,11 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
             loaded,
             tokenizer,
             config,
-            calibration=None if text is None else text.text,
+            calibration=_source(corpora),
             calibration_windows=calibration_windows,
             window_length=window_length,
             prepend_bos=bos,
+            stats_cache=user_folder() if stats_cache else None,
             progress=progress,
         )
     quality: dict[str, Any] | None = None
@@ -109,7 +129,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
             "windows_sha256": windows_hash(windows),
         }
     palu.save(loaded, out, tokenizer, quality)
-    _print_summary(loaded.palu, None if text is None else text.origin, out)
+    _print_summary(loaded.palu, origin_of(corpora) if corpora else None, out)
     if plot is not None:
         from kvslim.evaluating.plots import plot_ranks
 
@@ -134,6 +154,13 @@ def measure(model: Any, windows: Tensor) -> float:
     return perplexity(model, windows)
 
 
+def _source(corpora: list[Corpus]) -> Any:
+    """What to calibrate on: nothing, one text, or a mix."""
+    if len(corpora) > 1:
+        return {corpus.name: corpus.text for corpus in corpora}
+    return corpora[0].text if corpora else None
+
+
 def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:
     plan = report.plan
     typer.echo(f"Kept {plan.kept:.1%} of the latent channels, {plan.channels} per token in all layers together.")
@@ -143,5 +170,6 @@ def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:
     for note in plan.notes:
         typer.echo(note)
     if origin is not None:
-        typer.echo(f"Calibrated on {origin}.")
+        turn = ", each layer behind the compressed ones before it" if report.config.sequential else ""
+        typer.echo(f"Calibrated on {origin}{turn}.")
     typer.echo(f"Written: {out}", err=True)

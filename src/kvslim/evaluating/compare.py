@@ -137,7 +137,8 @@ def palu_variants(
     for done, method in enumerate(wanted):
         saved = snapshot(model)
         # Factors are applied, not folded, so that keys and values can be compared; the function is the same.
-        compress_with(model, replace(method.config, fusion="apply"), grams=grams, fisher=fisher)
+        config = replace(method.config, fusion="apply")
+        compress_with(model, config, grams=grams, fisher=fisher, windows=calibration)
         variants[method.name] = PaluVariant(tuple(attention_modules(model)), model.palu)
         restore(model, saved)
         if progress is not None:

@@ -124,7 +124,7 @@ class Palu(Method):
 
     @property
     def needs_calibration(self) -> bool:
-        return self.config.needs_grams or self.config.needs_fisher
+        return self.config.needs_calibration
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ _PALU_OPTIONS = (
         lambda value: {"ranks": value},
     ),
     _Option("whitened|loss-aware|svd", "(whitened|loss-aware|svd)", lambda value: {"decomposition": value}),
+    _Option("sequential", "sequential", lambda _: {"sequential": True}),
     _Option("gsN", r"gs(\d+)", lambda value: {"group_size": int(value)}),
     _Option("joint", "joint", lambda _: {"group_size": None}),
     _Option("multiple=N", r"multiple=(\d+)", lambda value: {"rank_multiple": int(value)}),
@@ -225,7 +226,8 @@ _FORMS = (
     ),
     _Form(
         re.compile(f"palu-{_NUMBER}"),
-        "palu-30, palu-50:spectral:loss-aware, palu-30:gs1, palu-30:svd, palu-30:spectral:4bit (percent removed)",
+        "palu-30, palu-50:spectral:loss-aware, palu-50:sequential, palu-30:gs1, palu-30:svd, "
+        "palu-30:spectral:4bit (percent removed)",
         _palu,
     ),
 )
@@ -272,5 +274,5 @@ def check_methods(methods: Sequence[Method], *, calibrated: bool) -> None:
     if needing and not calibrated:
         raise ConfigError(
             f"{', '.join(needing)} must be calibrated on text other than the test text: give it (--calibration FILE), "
-            "or ask for plain SVD with uniform ranks (for example palu-30:svd)."
+            "or ask for plain SVD with uniform ranks (for example palu-30:uniform:svd)."
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvslim.calibrating.corpora import Corpus, reference_topics
 from kvslim.errors import ConfigError
 
 
@@ -56,7 +56,7 @@ def _joined_lines(path: Path, text: str) -> str:
         raise ConfigError(f'{path} has a line that is not {{"text": "..."}} ({error!r}).') from error
 
 
-def check_apart(test: TextSource | None, calibration: TextSource | None) -> None:
+def check_apart(test: TextSource | None, calibration: TextSource | Corpus | None) -> None:
     """Refuse to calibrate on the test text: the figures would look better than they are.
 
     Raises:
@@ -78,7 +78,7 @@ def python_topics(tokenizer: Any, tokens: int) -> tuple[TextSource, TextSource]:
     Raises:
         ConfigError: this Python lacks the topics, or they are too short.
     """
-    topics = _topics()
+    topics = reference_topics()
     names = sorted(topics)
     count = test = 0
     while count < tokens:
@@ -94,16 +94,8 @@ def python_topics(tokenizer: Any, tokens: int) -> tuple[TextSource, TextSource]:
 
 def all_python_topics() -> TextSource:
     """All of them, for calibration. Errors as :func:`python_topics`."""
-    topics = _topics()
+    topics = reference_topics()
     return _join(topics, sorted(topics))
-
-
-def _topics() -> dict[str, str]:
-    try:
-        topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("This Python lacks its reference topics (pydoc_data). Give a text: --text FILE.") from error
-    return topics
 
 
 def _join(topics: dict[str, str], names: list[str]) -> TextSource:

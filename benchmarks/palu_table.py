@@ -182,7 +182,7 @@ class Target:
 def plot_file(result: dict[str, Any], path: Path) -> None:
     """Ranks per layer of each rule, joint or the largest groups there are, at the share nearest to a half (Fig. 7)."""
     rows = [row for row in result["rows"] if row["public"] is None and row["decomposition"] != "svd"]
-    rows = [row for row in rows if row["ranks"] != "uniform" and "full_rank" in row]
+    rows = [row for row in rows if row["ranks"] != "uniform" and row["bits"] == 16 and "full_rank" in row]
     if not rows:
         raise ConfigError("The file has no ranks but uniform ones to plot.")
     size = max(row["group_size"] for row in rows)

@@ -463,7 +463,7 @@ def test_unsupported_models(make_tiny: Any) -> None:
 
 
 def test_plain_svd_with_uniform_ranks_needs_no_data(make_tiny: Any) -> None:
-    slim = palu.compress(build(make_tiny, {}), None, PaluConfig(rate=0.5, decomposition="svd"))
+    slim = palu.compress(build(make_tiny, {}), None, PaluConfig(rate=0.5, ranks="uniform", decomposition="svd"))
     assert slim.palu.calibration_tokens == 0
     assert torch.isfinite(slim(IDS).logits).all()
 
@@ -472,9 +472,9 @@ def test_statistics_of_another_model_are_refused(make_tiny: Any) -> None:
     grams, fisher = palu.calibrate(make_tiny(layers=3), PaluConfig(ranks="fisher"), WINDOWS)
     model = build(make_tiny, {})
     with pytest.raises(CalibrationError, match="3 Gram matrices for 2 layers"):
-        palu.compress_with(model, PaluConfig(), grams=grams)
+        palu.compress_with(model, PaluConfig(ranks="uniform", decomposition="whitened"), grams=grams)
     with pytest.raises(CalibrationError, match="Calibrate it"):
-        palu.compress_with(model, PaluConfig(ranks="fisher"), grams=grams, fisher=fisher)
+        palu.compress_with(model, PaluConfig(ranks="fisher", decomposition="whitened"), grams=grams, fisher=fisher)
     with pytest.raises(CalibrationError, match="needs grams"):
         palu.compress_with(model, PaluConfig())
     with pytest.raises(CalibrationError, match="needs fisher"):

@@ -145,7 +145,7 @@ def test_sequential_calibration_sees_what_the_compressed_model_reads(kind: str) 
     usual = calibrate_grams(model, WINDOWS).grams
     twin, seen = copy.deepcopy(model), {}
     own = attention_modules(twin)
-    config = PaluConfig(rate=0.5, sequential=True)
+    config = PaluConfig(rate=0.5, ranks="uniform", decomposition="whitened", sequential=True)
     builder = Builder(twin, config, palu.plan(twin, config))
 
     def keep(layer: int, gram: Tensor) -> nn.Module:
@@ -249,7 +249,7 @@ def test_the_form_with_fewer_parameters_is_taken_and_the_count_is_true(kind: str
     counts = {}
     for fusion in ("fold", "apply", "auto"):
         for size in (1, None):
-            slim = compressed(build(kind), rate=0.3, group_size=size, fusion=fusion)
+            slim = compressed(build(kind), rate=0.3, group_size=size, ranks="uniform", fusion=fusion)
             attentions = [module for module in slim.modules() if hasattr(module, "k_latent")]
             held = [p for module in attentions for name, p in module.named_parameters() if p.ndim > 1]
             assert slim.palu.parameters == sum(p.numel() for p in held)

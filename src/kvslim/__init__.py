@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kvslim.caching.latent import LatentCache
     from kvslim.jolt import JoltCache, JoltConfig
     from kvslim.palu import PaluConfig, compress
+    from kvslim.recovery import recover
+    from kvslim.recovery_config import RecoveryConfig
     from kvslim.registering import model_classes
     from kvslim.session_store import SessionStore
     from kvslim.sessions import load_cache, load_session, session_info
@@ -34,6 +36,8 @@ _HOMES = {
     "LatentCache": "kvslim.caching.latent",
     "PaluConfig": "kvslim.palu",
     "compress": "kvslim.palu",
+    "RecoveryConfig": "kvslim.recovery_config",
+    "recover": "kvslim.recovery",
     "SessionStore": "kvslim.session_store",
     "register": "kvslim.attending.handle_attention",
     "load_cache": "kvslim.sessions",
@@ -48,12 +52,14 @@ __all__ = [
     "KvslimError",
     "LatentCache",
     "PaluConfig",
+    "RecoveryConfig",
     "SessionStore",
     "__version__",
     "compress",
     "load_cache",
     "load_session",
     "model_classes",
+    "recover",
     "register",
     "session_info",
 ]

@@ -255,5 +255,6 @@ def _check(model: PreTrainedModel, config: PaluConfig) -> None:
             if not all(bool(torch.isfinite(held).all()) for held in (part.weight, part.bias) if held is not None):
                 raise NonFiniteError(f"The {kind} projection of layer {layer} holds NaN or Inf. Load the model again.")
     # The budget is the same for every rule, so an impossible one shows before the calibration; so does the fusion.
-    chosen = plan(model, PaluConfig(rate=config.rate, group_size=config.group_size, rank_multiple=config.rank_multiple))
+    uniform = replace(config, ranks="uniform", decomposition="svd", sequential=False)
+    chosen = plan(model, uniform)
     forms_of(model, config, chosen, 0)

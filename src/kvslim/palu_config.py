@@ -19,7 +19,7 @@ class PaluConfig(JsonConfig):
         rate: fraction of the latent channels removed over keys and values of all layers together, ``0 <= rate < 1``
             (the paper's compression rate).
         group_size: KV heads that share one decomposition: 1 is M-LRD, ``None`` or all heads is J-LRD, between is G-LRD.
-        ranks: ``uniform``; ``fisher``, in proportion to the summed squared gradients (Palu, Sec. 3.3); or
+        ranks: ``auto`` (``spectral``, or ``uniform`` for plain SVD, which then needs no data); ``uniform``; ``fisher``, in proportion to the summed squared gradients (Palu, Sec. 3.3); or
             ``fisher-rms``, the mean root-mean-square gradient of the public implementation, for comparison; or
             ``spectral``, water-filling: every channel goes where it takes away the most loss, by its singular energy
             and the loss gradients by the keys and values.
@@ -43,7 +43,7 @@ class PaluConfig(JsonConfig):
 
     rate: float = 0.3
     group_size: int | None = None
-    ranks: str = "spectral"
+    ranks: str = "auto"
     decomposition: str = "loss-aware"
     rank_multiple: int = 1
     rank_floor: float = 0.125
@@ -55,7 +55,9 @@ class PaluConfig(JsonConfig):
     sequential: bool = False
 
     def __post_init__(self) -> None:
-        """Check every field that needs no model."""
+        """Check every field that needs no model, and decide what ``auto`` means."""
+        if self.ranks == "auto":
+            object.__setattr__(self, "ranks", "uniform" if self.decomposition == "svd" else "spectral")
         if not is_number(self.rate) or not 0 <= self.rate < 1:
             raise ConfigError(f"rate is the fraction of channels to remove, at least 0 and below 1, not {self.rate!r}.")
         if self.group_size is not None and not is_count(self.group_size):

@@ -28,7 +28,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     group_size: Annotated[
         int | None, typer.Option(help="KV heads that share a decomposition: 1 is per head. [default: all]")
     ] = None,
-    ranks: Annotated[str, typer.Option(help="spectral, uniform, fisher or fisher-rms.")] = "spectral",
+    ranks: Annotated[
+        str, typer.Option(help="spectral, uniform, fisher or fisher-rms; auto is spectral, or uniform for svd.")
+    ] = "auto",
     decomposition: Annotated[
         str, typer.Option(help="loss-aware or whitened (by calibration text), or svd.")
     ] = "loss-aware",
@@ -36,9 +38,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         bool, typer.Option("--sequential", help="Calibrate each layer behind the layers compressed before it.")
     ] = False,
     rank_multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 1,
-    fusion: Annotated[
-        str, typer.Option(help="Second factors: auto (fewer parameters), fold, apply or none.")
-    ] = "auto",
+    fusion: Annotated[str, typer.Option(help="Second factors: auto (fewer parameters), fold, apply or none.")] = "auto",
     bits: Annotated[int, typer.Option(help="Width of cached latents: 2, 3, 4 or 8; 16 keeps the model's dtype.")] = 16,
     hadamard: Annotated[
         bool, typer.Option("--hadamard/--no-hadamard", help="Fold a Hadamard rotation into the factors, below 16 bits.")

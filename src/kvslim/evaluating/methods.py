@@ -274,5 +274,5 @@ def check_methods(methods: Sequence[Method], *, calibrated: bool) -> None:
     if needing and not calibrated:
         raise ConfigError(
             f"{', '.join(needing)} must be calibrated on text other than the test text: give it (--calibration FILE), "
-            "or ask for plain SVD with uniform ranks (for example palu-30:uniform:svd)."
+            "or ask for plain SVD with uniform ranks (for example palu-30:svd)."
         )

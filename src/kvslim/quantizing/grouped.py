@@ -18,6 +18,7 @@ from torch import Tensor
 from kvslim.quantizing import integer
 from kvslim.quantizing.integer import IntegerCodes
 from kvslim.quantizing.packing import packed_bytes
+from kvslim.quantizing.ranges import fitted_range
 
 LARGEST = 60000.0
 """Magnitudes beyond this are stored as this: minimum, step and all decoded values then fit float16 (65504) at every
@@ -55,7 +56,7 @@ def encode(latents: Tensor, ranks: Sequence[int], bits: int) -> GroupedCodes:
     codes, steps, minima, start = [], [], [], 0
     for rank, count in _runs(ranks):
         groups = x[..., start : start + rank * count].unflatten(-1, (count, rank))
-        stored = integer.encode(groups, bits, gain=1.0)
+        stored = integer.encode_in_range(groups, *fitted_range(groups, bits), bits)
         codes.append(stored.codes.flatten(-2))
         steps.append(stored.steps)
         minima.append(stored.minima)

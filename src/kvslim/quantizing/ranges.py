@@ -30,8 +30,8 @@ def fitted_range(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Minimum and step of each row, float16 ``(...)``, for asymmetric codes of ``x`` ``(..., size)``.
 
     The best of the full range and the shrunk ones of :data:`SHRINKING`, refined: given the codes ``c`` of a row, the
-    step and minimum of least ``Σ (x - step c - minimum)²`` are known in closed form. Every candidate is judged after its
-    rounding to float16, with the codes that it gives, so none is taken that makes a larger error than
+    step and minimum of least ``Σ (x - step c - minimum)²`` are known in closed form. Every candidate is judged after
+    its rounding to float16, with the codes that it gives, so none is taken that makes a larger error than
     :func:`kvslim.quantizing.integer.full_range`. Rows that hold NaN come back as NaN.
 
     Args:

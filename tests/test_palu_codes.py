@@ -138,6 +138,12 @@ def test_more_bits_come_nearer(make_tiny: Any, bits: int, error: float) -> None:
     assert float((ours - own).detach().norm() / own.detach().norm()) < error
 
 
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_ranges_are_fitted_where_latents_are_rotated(make_tiny: Any, hadamard: bool) -> None:
+    codes = compressed(build(make_tiny), bits=3, hadamard=hadamard).palu_layout.codes
+    assert codes.fitted is hadamard
+
+
 def test_folding_does_not_change_the_model(make_tiny: Any) -> None:
     model = build(make_tiny)
     exact = compressed(model, bits=16)(IDS, use_cache=False).logits

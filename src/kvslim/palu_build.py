@@ -76,7 +76,8 @@ def codes_of(config: PaluConfig, chosen: PaluPlan) -> LatentCodes | None:
     """How the cache codes latents, if it does."""
     if not config.coded:
         return None
-    return LatentCodes(config.bits, config.sinks, config.window, chosen.key_ranks, chosen.value_ranks)
+    exact, ranks = (config.sinks, config.window), (chosen.key_ranks, chosen.value_ranks)
+    return LatentCodes(config.bits, *exact, *ranks, fitted=config.hadamard)
 
 
 def _decompose(weight: Tensor, gram: Tensor | None, output_gram: Tensor | None) -> Decomposition:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvslim import palu
+from kvslim import palu, palu_build
+from kvslim.attending.projections import Part
 from kvslim.caching.latent import LatentCache
+from kvslim.decomposing.whitened import loss_aware_svd
 from kvslim.errors import CacheStateError, ConfigError, NonFiniteError
 from kvslim.palu import PaluConfig
 
@@ -135,6 +137,34 @@ def test_more_bits_come_nearer(make_tiny: Any, bits: int, error: float) -> None:
     own = model(IDS).logits
     ours = compressed(model, rate=0.0, bits=bits)(IDS, use_cache=True).logits
     assert float((ours - own).detach().norm() / own.detach().norm()) < error
+
+
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_ranges_are_fitted_where_latents_are_rotated(make_tiny: Any, hadamard: bool) -> None:
+    codes = compressed(build(make_tiny), bits=3, hadamard=hadamard).palu_layout.codes
+    assert codes.fitted is hadamard
+
+
+@pytest.mark.parametrize(("hadamard", "exponent"), [(True, 0.5), (False, 0.75)])
+def test_loss_aware_channels_are_balanced_in_the_metric_of_the_loss(hadamard: bool, exponent: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, x, g = (torch.randn(shape, generator=generator).double() for shape in ((24, 16), (200, 24), (200, 16)))
+    x, g = x * torch.arange(1, 25).sqrt(), g * torch.linspace(0.1, 3, 16)
+    gram, output_gram = x.T @ x, g.T @ g
+    config = PaluConfig(decomposition="loss-aware", bits=3, hadamard=hadamard)
+    linear = torch.nn.Linear(24, 16, bias=False, dtype=torch.float64)
+    linear.weight.data = weight.T
+    (factors,) = palu_build._factor(Part(linear, None), (10,), gram, output_gram, config)
+    plain = loss_aware_svd(weight, gram, output_gram)
+    torch.testing.assert_close(factors.a @ factors.b, plain.a[:, :10] @ plain.b[:10])
+    torch.testing.assert_close((x @ factors.a).square().sum(), (x @ plain.a[:, :10]).square().sum())
+    damped = output_gram + 0.1 * output_gram.diagonal().mean() * torch.eye(16)
+    costs = factors.b @ damped @ factors.b.T  # of errors in the latents
+    wanted = plain.singular_values[:10].pow(2 * exponent)
+    spectra = torch.linalg.eigvalsh(costs).flip(0)  # a rotation leaves them as they are
+    torch.testing.assert_close(spectra / spectra[0], wanted / wanted[0])
+    if not hadamard:
+        torch.testing.assert_close(costs, costs.diagonal().diag(), atol=1e-9 * float(spectra[0]), rtol=0)
 
 
 def test_folding_does_not_change_the_model(make_tiny: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from kvslim.attending.families import attention_modules, family_of
@@ -104,9 +105,24 @@ def _factor(
     parts = [(_decompose(weight, gram, metric), rank) for (weight, metric), rank in groups]
     if not config.coded:
         return [part.truncate(rank) for part, rank in parts]
-    exponent = 0.25 if config.hadamard else 0.5  # of 0, ¼ and ½ none measured better, at 2 and 3 bits
-    factors = [part.balanced(rank, exponent) for part, rank in parts]
+    if config.decomposition == "loss-aware":
+        factors = [_balanced_by_cost(part, rank, 0.5 if config.hadamard else 0.75) for part, rank in parts]
+    else:
+        factors = [part.balanced(rank, 0.25 if config.hadamard else 0.5) for part, rank in parts]
     return [rotated_factors(one) for one in factors] if config.hadamard else factors
+
+
+def _balanced_by_cost(part: Decomposition, rank: int, exponent: float) -> LowRankFactors:
+    """:meth:`Decomposition.balanced` of a loss-aware decomposition, whose ``σ`` are in units of cost.
+
+    So are its channels: a unit of error costs the same in each of them, and rows of ``b`` are of norm ``σ^exponent`` in
+    the metric of the cost. Set to that in the metric of the outputs, channels that cost much would get coarse steps.
+    """
+    factors, sigma = part.truncate(rank), part.singular_values[:rank]
+    sigma = sigma.clamp_min(1e-6 * float(sigma[0])) if float(sigma[0]) > 0 else torch.ones_like(sigma)
+    scale = sigma.pow(-exponent)
+    scale = scale * sigma.norm() / (sigma * scale).norm()  # the energy of the latents as a whole stays
+    return LowRankFactors(a=factors.a * scale, b=factors.b / scale[:, None])
 
 
 def _decompose(weight: Tensor, gram: Tensor | None, output_gram: Tensor | None) -> Decomposition:

@@ -19,8 +19,8 @@ class PaluConfig(JsonConfig):
         rate: fraction of the latent channels removed over keys and values of all layers together, ``0 <= rate < 1``
             (the paper's compression rate).
         group_size: KV heads that share one decomposition: 1 is M-LRD, ``None`` or all heads is J-LRD, between is G-LRD.
-        ranks: ``auto`` (``spectral``, or ``uniform`` for plain SVD, which then needs no data); ``uniform``; ``fisher``, in proportion to the summed squared gradients (Palu, Sec. 3.3); or
-            ``fisher-rms``, the mean root-mean-square gradient of the public implementation, for comparison; or
+        ranks: ``auto`` (``spectral``, or ``uniform`` for plain SVD, which then needs no data); ``uniform``;
+            ``fisher``, in proportion to the summed squared gradients (Palu, Sec. 3.3); or ``fisher-rms``, the mean root-mean-square gradient of the public implementation, for comparison; or
             ``spectral``, water-filling: every channel goes where it takes away the most loss, by its singular energy
             and the loss gradients by the keys and values.
         decomposition: ``whitened`` (truncation-aware, least output error), ``loss-aware`` (least output error as the
@@ -148,7 +148,8 @@ def codes_of(config: PaluConfig, plan: PaluPlan) -> LatentCodes | None:
     """How the cache of a model compressed so codes latents; ``None`` if it keeps them in the model's dtype."""
     if not config.coded:
         return None
-    return LatentCodes(config.bits, config.sinks, config.window, plan.key_ranks, plan.value_ranks)
+    exact, ranks = (config.sinks, config.window), (plan.key_ranks, plan.value_ranks)
+    return LatentCodes(config.bits, *exact, *ranks, fitted=config.hadamard)
 
 
 @dataclass(frozen=True)

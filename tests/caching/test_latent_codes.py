@@ -83,6 +83,17 @@ def test_sinks_and_recent_tokens_are_exact_and_all_others_coded() -> None:
     assert [layer.coded for layer in cache.layers] == [4, 4]
 
 
+@pytest.mark.parametrize("fitted", [True, False])
+def test_ranges_are_fitted_as_the_codes_say(fitted: bool) -> None:
+    codes = LatentCodes(2, 0, 0, (KEY_RANKS,), (VALUE_RANKS,), fitted=fitted)
+    cache = LatentCache(layout_of(KVShape(1, 2, 8), (None,), codes=codes))
+    pair = latents(2, 9)
+    for ours, exact, ranks in zip(feed(cache, pair), pair, (KEY_RANKS, VALUE_RANKS), strict=True):
+        kinds = [grouped.decode(grouped.encode(exact, ranks, 2, fitted=f), ranks, 2) for f in (True, False)]
+        assert not torch.equal(*kinds)
+        assert torch.equal(ours, kinds[not fitted])
+
+
 class Model:
     """A cache layer in slow motion: a list of tokens, each exact or coded for good."""
 

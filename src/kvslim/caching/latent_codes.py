@@ -37,6 +37,8 @@ class LatentCodes:
         window: most recent tokens that stay exact until as many newer ones have come.
         key_ranks: per layer, the rank of each group of KV heads.
         value_ranks: the same for values.
+        fitted: at few bits, fit the range of each token to its values, for latents that a rotation has spread evenly;
+            without one keep the full range (see :mod:`kvslim.quantizing.ranges`).
 
     Raises:
         ConfigError: a number is out of range, or the layers of keys and values differ.
@@ -47,6 +49,7 @@ class LatentCodes:
     window: int
     key_ranks: tuple[tuple[int, ...], ...]
     value_ranks: tuple[tuple[int, ...], ...]
+    fitted: bool = True
 
     def __post_init__(self) -> None:
         check_code_settings(self.bits, self.sinks, self.window)
@@ -146,7 +149,7 @@ class CodedLatentLayer(LatentLayer):
 
     def _empty(self, latents: Tensor, ranks: Sequence[int]) -> _Stored:
         none = latents[:, :0]
-        return _Stored(none, grouped.encode(none, ranks, self.codes.bits), none)
+        return _Stored(none, self._encoded(none, ranks), none)
 
     def _grown(self, stored: _Stored, latents: Tensor, ranks: Sequence[int]) -> _Stored:
         """``stored`` and the new latents behind it; whatever has left the recent window is coded."""
@@ -156,8 +159,11 @@ class CodedLatentLayer(LatentLayer):
         leaving = max(recent.shape[1] - self.codes.window, 0)
         codes = stored.codes
         if leaving:
-            codes = grouped.join(codes, grouped.encode(recent[:, :leaving], ranks, self.codes.bits))
+            codes = grouped.join(codes, self._encoded(recent[:, :leaving], ranks))
         return _Stored(sinks, codes, recent[:, leaving:])
+
+    def _encoded(self, latents: Tensor, ranks: Sequence[int]) -> GroupedCodes:
+        return grouped.encode(latents, ranks, self.codes.bits, fitted=self.codes.fitted)
 
     def _keep(self, start: int, stop: int) -> None:
         self._stored = tuple(map_tensors(stored.keep(start, stop), owned) for stored in self._stored)

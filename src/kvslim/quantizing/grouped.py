@@ -18,6 +18,7 @@ from torch import Tensor
 from kvslim.quantizing import integer
 from kvslim.quantizing.integer import IntegerCodes
 from kvslim.quantizing.packing import packed_bytes
+from kvslim.quantizing.ranges import fitted_range
 
 LARGEST = 60000.0
 """Magnitudes beyond this are stored as this: minimum, step and all decoded values then fit float16 (65504) at every
@@ -44,18 +45,21 @@ def token_bytes(ranks: Sequence[int], bits: int) -> int:
     return sum(packed_bytes(rank, bits) + 4 for rank in ranks)
 
 
-def encode(latents: Tensor, ranks: Sequence[int], bits: int) -> GroupedCodes:
+def encode(latents: Tensor, ranks: Sequence[int], bits: int, *, fitted: bool = True) -> GroupedCodes:
     """Encode latents ``(batch, tokens, summed ranks)`` of any float dtype at 2 to 8 bits.
 
-    Every value comes back within half a step of its group, plus the float16 rounding of step and minimum. Magnitudes
+    With ``fitted``, at 2 to 4 bits the range of each group is fitted to its values by least squares; what lies beyond
+    it comes back as its end (see :mod:`kvslim.quantizing.ranges`). Otherwise, and at more bits, every value comes back
+    within half a step of its group. Either way that is up to the float16 rounding of step and minimum. Magnitudes
     beyond :data:`LARGEST` saturate. A group that holds NaN or Inf comes back as NaN, so that it shows.
     """
+    range_of = fitted_range if fitted else integer.full_range
     x = latents.to(torch.float32)
     x = x.clamp(-LARGEST, LARGEST) + (x - x)  # Inf - Inf is NaN; everything finite gets zero added
     codes, steps, minima, start = [], [], [], 0
     for rank, count in _runs(ranks):
         groups = x[..., start : start + rank * count].unflatten(-1, (count, rank))
-        stored = integer.encode(groups, bits, gain=1.0)
+        stored = integer.encode_in_range(groups, *range_of(groups, bits), bits)
         codes.append(stored.codes.flatten(-2))
         steps.append(stored.steps)
         minima.append(stored.minima)

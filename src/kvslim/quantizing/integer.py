@@ -47,12 +47,28 @@ def encode(x: Tensor, bits: int, *, gain: float | None = None) -> IntegerCodes:
     """
     gain = power_of_two_gain(x) if gain is None else gain
     x = x / gain
-    low, high = x.amin(-1), x.amax(-1)
-    minima = low.to(torch.float16)
-    steps = ((high - minima.to(torch.float32)) / ((1 << bits) - 1)).clamp_min(0).to(torch.float16)
-    scaled = (x - minima[..., None].to(torch.float32)) / steps[..., None].to(torch.float32).clamp_min(1e-12)
-    codes = scaled.round().clamp_(0, (1 << bits) - 1)
+    minima, steps = full_range(x, bits)
+    return encode_in_range(x, minima, steps, bits, gain)
+
+
+def full_range(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Minimum and step of each row of ``x`` ``(..., size)``, float16 ``(...)``: from its least value to its largest."""
+    minima = x.amin(-1).to(torch.float16)
+    steps = (x.amax(-1) - minima.to(torch.float32)) / ((1 << bits) - 1)
+    return minima, steps.clamp_min(0).to(torch.float16)
+
+
+def encode_in_range(x: Tensor, minima: Tensor, steps: Tensor, bits: int, gain: float = 1.0) -> IntegerCodes:
+    """Encode rows, ``gain`` taken off already, with given float16 minima and steps; what lies beyond is clipped."""
+    codes = codes_of(x, minima, steps, bits)
     return IntegerCodes(pack(codes, bits), steps, minima, bits, x.shape[-1], gain)
+
+
+def codes_of(x: Tensor, minima: Tensor, steps: Tensor, bits: int, *, out: Tensor | None = None) -> Tensor:
+    """The nearest code of each value, as whole float32 numbers of ``x``'s shape, written to ``out`` if given."""
+    scaled = torch.sub(x, minima[..., None].to(torch.float32), out=out)
+    scaled /= steps[..., None].to(torch.float32).clamp_min(1e-12)
+    return scaled.round_().clamp_(0, (1 << bits) - 1)
 
 
 def decode(stored: IntegerCodes) -> Tensor:

@@ -200,7 +200,8 @@ def test_compress_on_several_texts_in_sequence(
 
     rows = tmp_path / "rows.jsonl.xz"
     rows.write_bytes(lzma.compress(json.dumps({"text": texts[0].read_text()}).encode()))
-    options = ("--calibration", texts[1], "--calibration", rows, "--window-length", 128, "--calibration-windows", 6)
+    options = ("--calibration", texts[1], "--calibration", rows, "--window-length", 128, "--calibration-windows", 6,
+               "--ranks", "uniform", "--decomposition", "whitened")  # fmt: skip
     result = call("compress", model_dir, "-o", tmp_path / "one", "--rate", 0.5, "--sequential", *options)
     assert result.exit_code == 0, result.output
     assert f"equal shares of {texts[1]}; {rows}, each layer behind" in " ".join(result.stdout.split())

@@ -93,16 +93,16 @@ def test_fewer_tokens_than_features_are_noted(tiny_llama: PreTrainedModel) -> No
 
 @pytest.mark.parametrize("sequential", [False, True])
 def test_fewer_tokens_than_channels_are_refused(tiny_llama: PreTrainedModel, sequential: bool) -> None:
-    config = PaluConfig(rate=0.5, sequential=sequential)  # 16 of 32 channels
+    config = PaluConfig(rate=0.5, ranks="uniform", decomposition="whitened", sequential=sequential)  # 16 of 32 channels
     with pytest.raises(CalibrationError, match="15 calibration tokens cannot choose 16 channels"):
         palu.compress(tiny_llama, None, config, WINDOWS[:1, :15])
-    exact = PaluConfig(rate=0.0, sequential=sequential)
+    exact = PaluConfig(rate=0.0, ranks="uniform", decomposition="whitened", sequential=sequential)
     palu.compress(copy.deepcopy(tiny_llama), None, exact, WINDOWS[:1, :15])
     palu.compress(tiny_llama, None, config, WINDOWS[:1, :16])
 
 
 def test_a_singular_gram_matrix_is_no_damage(tiny_llama: PreTrainedModel) -> None:
     """Fewer tokens than features make one."""
-    grams, _ = palu.calibrate(tiny_llama, PaluConfig(), WINDOWS[:1, :30])
+    grams, _ = palu.calibrate(tiny_llama, PaluConfig(ranks="uniform", decomposition="whitened"), WINDOWS[:1, :30])
     assert int(torch.linalg.matrix_rank(grams.grams[1], rtol=1e-5)) <= 30
-    palu.compress_with(tiny_llama, PaluConfig(rate=0.5), grams=grams)
+    palu.compress_with(tiny_llama, PaluConfig(rate=0.5, ranks="uniform", decomposition="whitened"), grams=grams)

@@ -20,7 +20,8 @@ class PaluConfig(JsonConfig):
             (the paper's compression rate).
         group_size: KV heads that share one decomposition: 1 is M-LRD, ``None`` or all heads is J-LRD, between is G-LRD.
         ranks: ``auto`` (``spectral``, or ``uniform`` for plain SVD, which then needs no data); ``uniform``;
-            ``fisher``, in proportion to the summed squared gradients (Palu, Sec. 3.3); or ``fisher-rms``, the mean root-mean-square gradient of the public implementation, for comparison; or
+            ``fisher``, in proportion to the summed squared gradients (Palu, Sec. 3.3); ``fisher-rms``, the mean
+            root-mean-square gradient of the public implementation, for comparison; or
             ``spectral``, water-filling: every channel goes where it takes away the most loss, by its singular energy
             and the loss gradients by the keys and values.
         decomposition: ``whitened`` (truncation-aware, least output error), ``loss-aware`` (least output error as the

@@ -22,6 +22,7 @@ from kvslim.palu import PaluConfig
 
 WINDOWS = torch.randint(3, 128, (4, 40), generator=torch.Generator().manual_seed(7))
 BEST = PaluConfig(rate=0.5, ranks="spectral", decomposition="loss-aware")
+PLAIN = {"ranks": "uniform", "decomposition": "whitened"}
 
 
 class Counting:
@@ -67,8 +68,10 @@ def test_other_inputs_are_other_entries(tiny_llama: PreTrainedModel, counting: C
 
     assert calibrations(tiny_llama, WINDOWS) == 2
     assert calibrations(tiny_llama, WINDOWS) == 0
-    assert calibrations(tiny_llama, WINDOWS, PaluConfig(rate=0.1)) == 0
-    assert calibrations(tiny_llama, WINDOWS, PaluConfig(ranks="fisher")) == 1  # without the output Gram matrices
+    assert calibrations(tiny_llama, WINDOWS, PaluConfig(rate=0.1, **PLAIN)) == 0
+    assert (
+        calibrations(tiny_llama, WINDOWS, PaluConfig(ranks="fisher", decomposition="whitened")) == 1
+    )  # without the output Gram matrices
     assert calibrations(tiny_llama, WINDOWS.flip(0)) == 2
     assert calibrations(tiny_llama, WINDOWS.reshape(8, 20)) == 2
     for change in (change_a_weight, change_the_head, change_the_rotation, change_the_configuration):
@@ -105,7 +108,7 @@ def test_where_a_model_came_from_does_not_matter(tiny_llama: PreTrainedModel, tm
 def test_a_damaged_entry_is_made_again(
     tiny_llama: PreTrainedModel, counting: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = PaluConfig(rate=0.5)
+    config = PaluConfig(rate=0.5, **PLAIN)
     grams, _ = palu.calibrate(tiny_llama, config, WINDOWS, cache=tmp_path)
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -160,5 +163,11 @@ def test_nothing_is_hashed_or_kept_where_nothing_is_collected(
     tiny_llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stats_cache, "model_hash", lambda _: pytest.fail("hashed"))
-    palu.compress(tiny_llama, None, PaluConfig(sequential=True), WINDOWS, stats_cache=tmp_path)
+    palu.compress(
+        tiny_llama,
+        None,
+        PaluConfig(**PLAIN, sequential=True),
+        WINDOWS,
+        stats_cache=tmp_path,
+    )
     assert not list(tmp_path.iterdir())

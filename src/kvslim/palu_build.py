@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvslim.attending.families import attention_modules, family_of
-from kvslim.attending.latent_attention import LatentAttention
+from kvslim.attending.latent_attention import LatentAttention, LayerPlace
 from kvslim.attending.latent_forms import Forms, choose_forms
 from kvslim.attending.latent_model import layer_places, layer_size_of
-from kvslim.attending.projections import Part, projections_of
+from kvslim.attending.projections import Part, Projections, projections_of
 from kvslim.decomposing.whitened import Decomposition, loss_aware_svd, plain_svd, whitened_svd
 from kvslim.palu_config import PaluConfig, PaluPlan, codes_of
 from kvslim.palu_plan import Metric, groups_of
@@ -32,17 +32,29 @@ def build_attentions(
     projections, places = projections_of(model), layer_places(model, codes_of(config, chosen))
     step, built = stage(progress, "decomposition"), []
     for layer, (original, parts) in enumerate(zip(attention_modules(model), projections, strict=True)):
-        ranks = (chosen.key_ranks[layer], chosen.value_ranks[layer])
-        gram, outputs = metrics[layer]
-        key, value = (
-            _factor(part, wanted, gram, output_gram, config)
-            for part, wanted, output_gram in zip((parts.key, parts.value), ranks, outputs, strict=True)
-        )
-        module = LatentAttention(original, places[layer], parts, *ranks, forms_of(model, config, chosen, layer))
-        built.append(module.fill(parts, key, value))
+        ranks, forms = (chosen.key_ranks[layer], chosen.value_ranks[layer]), forms_of(model, config, chosen, layer)
+        built.append(build_attention(original, places[layer], parts, ranks, forms, metrics[layer], config))
         if step is not None:
             step(layer + 1, len(projections))
     return built
+
+
+def build_attention(  # noqa: PLR0913, PLR0917  # all that one layer's attention depends on
+    original: nn.Module,
+    place: LayerPlace,
+    parts: Projections,
+    ranks: tuple[tuple[int, ...], tuple[int, ...]],
+    forms: Forms,
+    metric: Metric,
+    config: PaluConfig,
+) -> LatentAttention:
+    """The attention module that will replace ``original``; no other layer need be in memory."""
+    gram, outputs = metric
+    key, value = (
+        _factor(part, wanted, gram, output_gram, config)
+        for part, wanted, output_gram in zip((parts.key, parts.value), ranks, outputs, strict=True)
+    )
+    return LatentAttention(original, place, parts, *ranks, forms).fill(parts, key, value)
 
 
 def forms_of(model: PreTrainedModel, config: PaluConfig, chosen: PaluPlan, layer: int) -> Forms:

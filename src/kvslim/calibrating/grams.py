@@ -63,7 +63,7 @@ def calibrate_grams(
 
     def watch(layer: int) -> Callable[[nn.Module, Any], None]:
         def add(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            sums[layer] = _accumulate(sums[layer], args[0].detach().flatten(0, -2))
+            sums[layer] = add_gram(sums[layer], args[0].detach().flatten(0, -2))
 
         return add
 
@@ -74,7 +74,8 @@ def calibrate_grams(
         for start in range(0, windows.shape[0], batch_size):
             batch = windows[start : start + batch_size].to(model.device)
             base(input_ids=batch, use_cache=False)
-            _require_finite(sums, start)
+            for layer, total in enumerate(sums):
+                require_finite(total, layer, start)
             if progress is not None:
                 progress(min(start + batch_size, windows.shape[0]), windows.shape[0])
     finally:
@@ -84,7 +85,7 @@ def calibrate_grams(
     return GramStats(grams=tuple(total for total in sums if total is not None), tokens=windows.numel())
 
 
-def _accumulate(total: Tensor | None, inputs: Tensor) -> Tensor:
+def add_gram(total: Tensor | None, inputs: Tensor) -> Tensor:
     """Add ``xᵀ x`` of ``(tokens, features)`` inputs in place, products in float32, the sum in float64."""
     if total is None:
         total = torch.zeros(inputs.shape[1], inputs.shape[1], dtype=torch.float64, device=inputs.device)
@@ -93,11 +94,10 @@ def _accumulate(total: Tensor | None, inputs: Tensor) -> Tensor:
     return total
 
 
-def _require_finite(sums: list[Tensor | None], window: int) -> None:
-    for layer, total in enumerate(sums):
-        # A NaN or Inf in any input shows on the diagonal, where nothing can cancel.
-        if total is not None and not torch.isfinite(total.diagonal()).all():
-            raise NonFiniteError(
-                f"The input of the attention of layer {layer} holds NaN or Inf in calibration window {window}. "
-                f"Check the model's weights, or load it in float32 or bfloat16 instead of float16."
-            )
+def require_finite(total: Tensor | None, layer: int, window: int) -> None:
+    """Refuse a sum with NaN or Inf: in any input it shows on the diagonal, where nothing can cancel."""
+    if total is not None and not torch.isfinite(total.diagonal()).all():
+        raise NonFiniteError(
+            f"The input of the attention of layer {layer} holds NaN or Inf in calibration window {window}. "
+            f"Check the model's weights, or load it in float32 or bfloat16 instead of float16."
+        )

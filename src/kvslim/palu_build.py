@@ -39,7 +39,7 @@ def build_attentions(
     return built
 
 
-def build_attention(  # noqa: PLR0913, PLR0917  # all that one layer's attention depends on
+def build_attention(
     original: nn.Module,
     place: LayerPlace,
     parts: Projections,

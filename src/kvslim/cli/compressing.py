@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvslim.cli.common import Device, DType, ModelName, check_original, dtype_of, load_model, progress_lines
+from kvslim.cli.streaming import check_streaming, compress_streamed
 from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,10 +51,19 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     ] = None,
     bos: Annotated[bool, typer.Option("--bos", help="Start each window with the beginning-of-text token.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the ranks per layer to this PNG.")] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="One layer after the other, from disk to disk, for large models.")
+    ] = False,
+    work_dir: Annotated[
+        Path | None, typer.Option(help="Where --stream keeps what is done. [default: OUT.partial]")
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget what a broken --stream has done.")] = False,
     dtype: DType = "bfloat16",
     device: Device = "cpu",
 ) -> None:
     """Compress a model by Palu once, so that it caches small latents from then on.
+
+    With --stream about two layers are in memory at a time, and after a break the same command goes on where it was.
 
     To use the result: `kvslim generate OUT --cache none`, or in Python import kvslim and
     AutoModelForCausalLM.from_pretrained(OUT).
@@ -78,7 +88,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         raise ConfigError("--window-length is at least 2 and --calibration-windows at least 1.")
     weights = dtype_of(dtype)
     check_original(model)
-    check_new_directory(out)
+    check_streaming(stream, work_dir, restart, eval_text, model)
+    if not stream:  # which may find its own result of an earlier run there
+        check_new_directory(out)
     if plot is not None:
         check_writable(plot)
     needed = config.needs_grams or config.needs_fisher
@@ -86,6 +98,14 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     test = None if eval_text is None else read_text(eval_text)
     check_apart(test, text)
 
+    cut = {"calibration_windows": calibration_windows, "window_length": window_length, "prepend_bos": bos}
+    given = None if text is None else text.text
+    if stream:
+        report = compress_streamed(
+            model, out, config, given, cut, dtype=weights, device=device, work_dir=work_dir, restart=restart
+        )
+        _finish(report, None if text is None else text.origin, out, model, plot)
+        return
     loaded, tokenizer = load_model(model, weights, device)
     windows = None if test is None else _test_windows(tokenizer, test, window_length, bos)
     before = None if windows is None else measure(loaded, windows)
@@ -94,10 +114,8 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
             loaded,
             tokenizer,
             config,
-            calibration=None if text is None else text.text,
-            calibration_windows=calibration_windows,
-            window_length=window_length,
-            prepend_bos=bos,
+            calibration=given,
+            **cut,
             progress=progress,
         )
     quality: dict[str, Any] | None = None
@@ -109,12 +127,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
             "windows_sha256": windows_hash(windows),
         }
     palu.save(loaded, out, tokenizer, quality)
-    _print_summary(loaded.palu, None if text is None else text.origin, out)
-    if plot is not None:
-        from kvslim.evaluating.plots import plot_ranks
-
-        plot_ranks({f"{ranks}, {decomposition}": loaded.palu.plan}, plot, f"{model}: ranks per layer")
-        typer.echo(f"Written: {plot}", err=True)
+    _finish(loaded.palu, None if text is None else text.origin, out, model, plot)
     if quality is not None:
         typer.echo(f"Perplexity on {quality['text']}: {before:.3f} before, {quality['perplexity']:.3f} after.")
 
@@ -132,6 +145,16 @@ def measure(model: Any, windows: Tensor) -> float:
     from kvslim.evaluating.continuation import perplexity
 
     return perplexity(model, windows)
+
+
+def _finish(report: PaluReport, origin: str | None, out: Path, model: str, plot: Path | None) -> None:
+    _print_summary(report, origin, out)
+    if plot is not None:
+        from kvslim.evaluating.plots import plot_ranks
+
+        name = f"{report.config.ranks}, {report.config.decomposition}"
+        plot_ranks({name: report.plan}, plot, f"{model}: ranks per layer")
+        typer.echo(f"Written: {plot}", err=True)
 
 
 def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:

@@ -42,7 +42,7 @@ _SPARE = 64 << 20
 
 
 @torch.no_grad()
-def compress_checkpoint(
+def compress_checkpoint(  # noqa: PLR0913  # as palu.compress, and where to read and write
     source: str | Path,
     out: str | Path,
     config: PaluConfig,
@@ -182,7 +182,7 @@ def _report(
 
 def _bytes_needed(skeleton: Skeleton, report: PaluReport, windows: Tensor | None) -> int:
     """Disk that the new checkpoint, the hidden states before and after a layer, and the rest take."""
-    parameters = sum(value.numel() for value in skeleton.model.parameters())  # tied ones once
+    parameters = int(sum(value.numel() for value in skeleton.model.parameters()))  # tied ones once
     hidden = 0 if windows is None else 2 * windows.numel() * int(skeleton.model.config.hidden_size)
     kept = parameters - report.dense_parameters + report.parameters
     return (kept + hidden) * skeleton.dtype.itemsize + _SPARE
@@ -195,7 +195,8 @@ def _check_places(target: Path, work_folder: Path, needed: int) -> None:
     check_writable(target, directory=True)
     check_writable(work_folder, directory=True)
     nearest = [
-        next(place for place in (path, *path.parents) if place.exists()) for path in _absolute(target, work_folder)
+        next(place for place in (path, *path.parents) if place.exists())
+        for path in (target.absolute(), work_folder.absolute())
     ]
     if nearest[0].stat().st_dev != nearest[1].stat().st_dev:
         raise ConfigError(
@@ -205,13 +206,9 @@ def _check_places(target: Path, work_folder: Path, needed: int) -> None:
     free = shutil.disk_usage(nearest[1]).free
     if free < needed:
         raise ConfigError(
-            f"{work_folder} needs {needed / 1e9:.2f} GB of disk, and {free / 1e9:.2f} GB are free. Make room, or choose "
-            f"a place on another disk."
+            f"{work_folder} needs {needed / 1e9:.2f} GB of disk, and {free / 1e9:.2f} GB are free. Make room, or "
+            f"choose a place on another disk."
         )
-
-
-def _absolute(*paths: Path) -> list[Path]:
-    return [path.absolute() for path in paths]
 
 
 @dataclass

@@ -245,7 +245,6 @@ def enough() -> None:
 
 def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model with real buffers: parameters are sent to the meta device as soon as a module takes them."""
-
     here = get_ident()
 
     def to_meta(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -253,7 +252,7 @@ def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
 
-    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[no-untyped-call]
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # torch's annotation is wrong: what it returns takes the parameter's place
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model.tie_weights()
@@ -266,7 +265,8 @@ def _on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 def _base_prefix(model: PreTrainedModel) -> str:
     base = base_model_of(model)
-    return next(name for name, module in model.named_modules() if module is base) + "."
+    name: str = next(name for name, module in model.named_modules() if module is base)
+    return name + "."
 
 
 def _locate(model: PreTrainedModel, weights: SourceWeights) -> dict[str, Stored]:

@@ -24,6 +24,8 @@ from kvslim.files import reason, replacing
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _FLOATS.items()}
+_OLD_NAMES = {"lm_head.": "embed_out."}
+"""Starts of names in transformers, and what they are in the files of one family (gpt_neox)."""
 _BLOCK = 16 << 20
 """Bytes of a tensor that are in memory at a time while it is copied."""
 
@@ -93,8 +95,8 @@ def fill(file: BinaryIO, values: Tensor) -> None:
     Raises:
         OSError: the file ends before.
     """
-    place = memoryview(values.flatten().view(torch.uint8).numpy())
-    while len(place):
+    place: memoryview = values.flatten().view(torch.uint8).numpy().data
+    while place:
         if not (count := file.readinto(place)):  # type: ignore[attr-defined]  # a raw or buffered file
             raise OSError("it is shorter than before")
         place = place[count:]
@@ -137,8 +139,12 @@ class SourceWeights:
         }
 
     def find(self, name: str, prefix: str) -> Stored | None:
-        """The tensor called ``name``, also where files leave out the ``prefix`` of the base model."""
-        return self._stored.get(name) or self._stored.get(name.removeprefix(prefix))
+        """The tensor called ``name``, also under an old name or where files leave out the base model's ``prefix``."""
+        old = next(
+            (before + name.removeprefix(now) for now, before in _OLD_NAMES.items() if name.startswith(now)), name
+        )
+        places = (name, name.removeprefix(prefix), old)
+        return next((self._stored[place] for place in places if place in self._stored), None)
 
     def files(self) -> dict[str, list[Any]]:
         """Size, time of change and header hash of each file, to tell whether they are the same at another time."""
@@ -193,7 +199,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Stored], dtype: tor
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The values of a tensor as they are stored; no copy of a contiguous one on the CPU."""
-    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def names_in(path: Path) -> dict[str, int]:

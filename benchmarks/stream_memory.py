@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "rlimit_data_bytes": limit,
         "peak_rss_bytes": peak,
         "rss_of_imports_bytes": peak_of(
-            "import kvslim.streaming.compressing, transformers.models.llama.modeling_llama"
+            args.work, "import kvslim.streaming.compressing, transformers.models.llama.modeling_llama"
         ),
         "seconds": round(seconds, 1),
         "threads": torch.get_num_threads(),

@@ -32,7 +32,7 @@ from kvslim.palu_config import PaluConfig, PaluPlan, PaluReport, codes_of
 from kvslim.palu_plan import plan
 from kvslim.streaming.skeleton import Call, Skeleton, enough, read_config, run_layer, until_enough
 from kvslim.streaming.tensors import SourceWeights, names_in, write_tensors
-from kvslim.streaming.work import Work, open_work, read_hidden, remove_work, used, write_hidden
+from kvslim.streaming.work import Work, is_work, open_work, read_hidden, remove_work, used, write_hidden
 from kvslim.version import __version__
 
 _WINDOWS_AT_MOST = 256
@@ -190,7 +190,7 @@ def _bytes_needed(skeleton: Skeleton, report: PaluReport, windows: Tensor | None
 
 def _check_places(target: Path, work_folder: Path, needed: int) -> None:
     """Refuse places where the run would fail in the end, before it starts."""
-    if target.exists() and not work_folder.exists():
+    if not is_work(work_folder):
         check_new_directory(target)
     check_writable(target, directory=True)
     check_writable(work_folder, directory=True)

@@ -182,17 +182,22 @@ def _check(work: Work) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run keeps, and nothing else."""
-    (folder / _MANIFEST).unlink(missing_ok=True)
+    """Remove what a run keeps, and nothing else; the manifest last, so that a kill leaves something to go on from."""
     for path in folder.glob("hidden-*.bin"):
         path.unlink()
     shutil.rmtree(folder / _CHECKPOINT, ignore_errors=True)
+    (folder / _MANIFEST).unlink(missing_ok=True)
+
+
+def is_work(folder: Path) -> bool:
+    """Whether there is a run to go on with."""
+    return (folder / _MANIFEST).is_file()
 
 
 def remove_work(folder: Path) -> None:
     """Remove the folder of a finished run."""
-    _clear(folder)
     (folder / _LOCK).unlink(missing_ok=True)
+    _clear(folder)
     with suppress(OSError):  # somebody put other things there
         folder.rmdir()
 

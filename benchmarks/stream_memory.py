@@ -3,14 +3,14 @@
     python benchmarks/stream_memory.py --work /tmp/big --out benchmarks/results/stream_memory.json
 
 Writes a random Llama checkpoint in bfloat16, one layer per file so that it is never in memory, with a tokenizer of one
-token per byte; compresses it in a process of its own; removes both. By default it has 2.0 billion parameters, 3.9 GB, and windows are few and short: without
-bfloat16 units a core takes seconds for a layer and window.
+token per byte; compresses it in a process of its own; removes both. By default it has 2.0 billion parameters, 3.9 GB,
+and windows are few and short: a core without bfloat16 units takes seconds for a layer and window.
 
 Two figures are told apart. The peak is the most memory that the process ever had resident, as the system keeps count of
 it (``VmHWM``; ``ru_maxrss`` would count what the parent had before the program was started): measured, not limited, and
-the claim. ``RLIMIT_DATA`` is a limit of the system on private writable memory, in use or not: with it
-the process fails at once where it asks for more. The limit on the whole address space (``RLIMIT_AS``) says nothing
-here: libraries reserve gigabytes of addresses that are never touched. Works offline, on Linux.
+the claim. ``RLIMIT_DATA`` is a limit of the system on private writable memory, in use or not: with it the process fails
+at once where it asks for more. The limit on the whole address space (``RLIMIT_AS``) says nothing here: libraries
+reserve gigabytes of addresses that are never touched. Works offline, on Linux.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ def main() -> None:
     args.work.mkdir(parents=True)
     try:
         parameters = make_checkpoint(args.work / "model", config_of(args))
-        result = {
+        result: dict[str, Any] = {
             "settings": {name: value for name, value in vars(args).items() if name not in ("work", "out")},
             "parameters": parameters,
             "checkpoint_bytes": size_of(args.work / "model"),
             **measure(args),
             "environment": asdict(Environment.now()),
         }
+        result["environment"]["command"] = result["environment"]["command"].replace(str(args.work), "WORK")
     finally:
         shutil.rmtree(args.work)
     print(json.dumps(result, indent=1))

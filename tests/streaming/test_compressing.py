@@ -136,7 +136,7 @@ def test_tokenizer_and_progress(write_model: WriteModel, tmp_path: Path) -> None
     assert report.calibration_tokens == 60
     assert seen == [("layers", done, 3) for done in (1, 2, 3)]
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
-    assert palu.load(tmp_path / "out").dtype == torch.bfloat16
+    assert palu.load(tmp_path / "out").dtype == torch.float32  # the source's own
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -177,6 +177,8 @@ def test_bad_sources(write_model: WriteModel, tmp_path: Path) -> None:
     refused_later(source, UnsupportedModelError, "not plain float weights")
     save_file({**tensors, name: torch.full_like(tensors[name], float("nan"))}, weights)
     refused_later(source, NonFiniteError, f"{name} in .* holds NaN")
+    save_file({**tensors, name: tensors[name].half()}, weights)
+    refused(source, UnsupportedModelError, "of F16 and F32 float types", dtype=None)
     weights.unlink()
     refused(source, ModelSourceError, r"no safetensors weights\.")
     (source / "pytorch_model.bin").write_bytes(b"x")

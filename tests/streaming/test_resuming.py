@@ -88,7 +88,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 13])
 def test_killed_at_every_step(write_model: WriteModel, tmp_path: Path, stride: int) -> None:
     source, folder = write_model(), tmp_path / "results"
     folder.mkdir()
@@ -100,7 +100,7 @@ def test_killed_at_every_step(write_model: WriteModel, tmp_path: Path, stride: i
     assert int(done.stdout) > 3
     compress_checkpoint(source, tmp_path / "unbroken", CONFIG, WINDOWS, dtype=torch.float32)
     wanted, found = contents(tmp_path / "unbroken"), list(folder.iterdir())
-    assert len(found) > 40 // stride
+    assert len(found) > 50 // stride
     assert [path.name for path in found if contents(path) != wanted] == []
     assert palu.load(folder / "again-and-again").dtype == torch.float32
 
@@ -141,7 +141,7 @@ def test_other_inputs_are_refused(write_model: WriteModel, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="another config"):
         compress_checkpoint(source, out, PaluConfig(rate=0.3, group_size=1), WINDOWS)
     with pytest.raises(ConfigError, match="another dtype"):
-        compress_checkpoint(source, out, CONFIG, WINDOWS, dtype=torch.float32)
+        compress_checkpoint(source, out, CONFIG, WINDOWS, dtype=torch.bfloat16)
     weights = source / "model.safetensors"
     shutil.copy(weights, tmp_path / "copy")
     data = weights.read_bytes()

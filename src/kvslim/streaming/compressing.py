@@ -53,7 +53,7 @@ def compress_checkpoint(  # noqa: PLR0913  # as palu.compress, and where to read
     window_length: int = 2048,
     prepend_bos: bool = False,
     fisher: FisherStats | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     work_dir: str | Path | None = None,
     restart: bool = False,
@@ -75,7 +75,7 @@ def compress_checkpoint(  # noqa: PLR0913  # as palu.compress, and where to read
         window_length: tokens per window.
         prepend_bos: start each window with the beginning-of-text token, for models trained so.
         fisher: the information for ``fisher`` and ``fisher-rms`` ranks, collected elsewhere.
-        dtype: of the model, while it is compressed and in the new directory.
+        dtype: of the model, while it is compressed and in the new directory; by default that of the stored weights.
         device: where layers run and are factored.
         work_dir: keeps what is done, on the same disk as ``out``. By default ``OUT.partial`` beside it.
         restart: forget what an earlier run has left there.
@@ -102,16 +102,17 @@ def compress_checkpoint(  # noqa: PLR0913  # as palu.compress, and where to read
     if config.decomposition != "svd":
         windows = _windows(calibration, tokenizer, (window_length, calibration_windows, prepend_bos))
         windows = check_windows(windows, text_config(model_config).vocab_size)
-    device = _checked_device(device)
+    device, weights = _checked_device(device), SourceWeights(folder)
+    dtype = weights.dtype if dtype is None else dtype
     inputs = {
-        "model": {"config": sha256(folder / "config.json"), "weights": SourceWeights(folder).files()},
+        "model": {"config": sha256(folder / "config.json"), "weights": weights.files()},
         "config": {**config.to_dict(), "ranks of the plan": [chosen.key_ranks, chosen.value_ranks]},
         "calibration": None if windows is None else windows_hash(windows),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
         "kvslim version": __version__,
     }
-    skeleton = Skeleton.of(folder, model_config, dtype, device)
+    skeleton = Skeleton.of(weights, model_config, dtype, device)
     forms = [forms_of(skeleton.model, config, chosen, layer) for layer in range(len(skeleton.layers))]
     report = _report(skeleton, config, chosen, forms, windows, fisher)
     _check_places(target, work_folder, _bytes_needed(skeleton, report, windows) - used(work_folder))

@@ -79,15 +79,15 @@ class Skeleton:
     device: torch.device
 
     @classmethod
-    def of(cls, folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Skeleton:
-        """The skeleton of the model in ``folder``.
+    def of(cls, weights: SourceWeights, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> Skeleton:
+        """The skeleton of the model with this configuration and these weights.
 
         Raises:
             ModelSourceError: the stored tensors are missing or of other shapes.
             UnsupportedModelError: the architecture has no causal language model, or is not built as its family's row
                 says, or its frequencies change with the sequence length.
         """
-        model = _on_meta(config, dtype)
+        model, folder = _on_meta(config, dtype), weights.folder
         if (folder / "generation_config.json").is_file():
             try:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -99,7 +99,7 @@ class Skeleton:
         rotary_of(model, all_layers=True)
         names = {id(module): name for name, module in model.named_modules()}
         layers = tuple(names[id(layer)] for layer in decoder_layers(model))
-        return cls(model, _locate(model, SourceWeights(folder)), layers, dtype, device)
+        return cls(model, _locate(model, weights), layers, dtype, device)
 
     def layer(self, index: int) -> nn.Module:
         """A copy of one decoder layer with its weights.

@@ -146,6 +146,20 @@ class SourceWeights:
         places = (name, name.removeprefix(prefix), old)
         return next((self._stored[place] for place in places if place in self._stored), None)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The one dtype of all float tensors.
+
+        Raises:
+            UnsupportedModelError: there are several, or none.
+        """
+        kinds = sorted({stored.kind for stored in self._stored.values() if stored.kind in _FLOATS})
+        if len(kinds) != 1:
+            raise UnsupportedModelError(
+                f"The weights in {self.folder} are of {' and '.join(kinds) or 'no'} float types. Choose one dtype."
+            )
+        return _FLOATS[kinds[0]]
+
     def files(self) -> dict[str, list[Any]]:
         """Size, time of change and header hash of each file, to tell whether they are the same at another time."""
         facts = {name: (self.folder / name).stat() for name in self.headers}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvslim.errors import CheckpointError, ConfigError
+from kvslim.errors import CheckpointError, ConfigError, KvslimError
 from kvslim.files import check_writable, discard_unfinished, reason, replacing
 from kvslim.streaming.tensors import bytes_of, fill
 
@@ -116,7 +116,7 @@ def open_work(folder: Path, inputs: dict[str, Any], *, restart: bool) -> Iterato
         with _locked(folder):
             yield _continued(folder, json.loads(json.dumps(inputs)), restart=restart)
     except OSError as error:
-        if isinstance(error, ConfigError) or type(error).__module__.startswith("kvslim"):
+        if isinstance(error, KvslimError):
             raise
         raise ConfigError(f"{folder} cannot be written: {reason(error)}. The same command continues later.") from error
 

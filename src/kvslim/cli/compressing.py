@@ -98,7 +98,11 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     test = None if eval_text is None else read_text(eval_text)
     check_apart(test, text)
 
-    cut = {"calibration_windows": calibration_windows, "window_length": window_length, "prepend_bos": bos}
+    cut: dict[str, Any] = {
+        "calibration_windows": calibration_windows,
+        "window_length": window_length,
+        "prepend_bos": bos,
+    }
     given = None if text is None else text.text
     if stream:
         report = compress_streamed(

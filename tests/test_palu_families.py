@@ -150,7 +150,7 @@ def test_sequential_calibration_sees_what_the_compressed_model_reads(kind: str) 
 
     def keep(layer: int, gram: Tensor) -> nn.Module:
         seen[layer] = gram
-        return builder.attention(layer, gram, (None, None))
+        return builder.attention(layer, (gram, (None, None)))
 
     replace_in_turn(twin, WINDOWS, keep)
     assert attention_modules(twin) == own

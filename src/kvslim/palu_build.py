@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvslim.attending.families import attention_modules, family_of
-from kvslim.attending.latent_attention import LatentAttention
+from kvslim.attending.latent_attention import LatentAttention, LayerPlace
 from kvslim.attending.latent_forms import Forms, choose_forms
 from kvslim.attending.latent_model import layer_places, layer_size_of
-from kvslim.attending.projections import Part, projections_of
+from kvslim.attending.projections import Part, Projections, projections_of
 from kvslim.calibrating.sequential import replace_in_turn
 from kvslim.decomposing.whitened import Decomposition, loss_aware_svd, plain_svd, whitened_svd
 from kvslim.palu_checks import check_gram
@@ -35,7 +35,7 @@ def build_attentions(
     builder = Builder(model, config, chosen)
     step, built = stage(progress, "decomposition"), []
     for layer, metric in enumerate(metrics):
-        built.append(builder.attention(layer, *metric))
+        built.append(builder.attention(layer, metric))
         if step is not None:
             step(layer + 1, len(metrics))
     return built
@@ -55,7 +55,7 @@ def build_in_turn(
 
     def build(layer: int, gram: Tensor) -> LatentAttention:
         check_gram(gram, f"The Gram matrix of layer {layer}'s inputs")
-        built.append(builder.attention(layer, gram, metrics[layer][1]))
+        built.append(builder.attention(layer, (gram, metrics[layer][1])))
         return built[-1]
 
     replace_in_turn(model, windows, build, progress=stage(progress, "decomposition in turn"))
@@ -71,17 +71,29 @@ class Builder:
         self.forms = [forms_of(model, config, chosen, layer) for layer in range(len(self.projections))]
         self.originals = attention_modules(model)
 
-    def attention(
-        self, layer: int, gram: Tensor | None, outputs: tuple[Tensor | None, Tensor | None]
-    ) -> LatentAttention:
-        """The attention that replaces a layer's own, its errors weighed by ``gram`` and ``outputs``."""
-        parts, ranks = self.projections[layer], (self.chosen.key_ranks[layer], self.chosen.value_ranks[layer])
-        key, value = (
-            _factor(part, wanted, gram, output_gram, self.config)
-            for part, wanted, output_gram in zip((parts.key, parts.value), ranks, outputs, strict=True)
-        )
-        module = LatentAttention(self.originals[layer], self.places[layer], parts, *ranks, self.forms[layer])
-        return module.fill(parts, key, value)
+    def attention(self, layer: int, metric: Metric) -> LatentAttention:
+        """The attention that replaces a layer's own, its errors weighed by ``metric``."""
+        ranks = (self.chosen.key_ranks[layer], self.chosen.value_ranks[layer])
+        places = (self.originals[layer], self.places[layer], self.projections[layer])
+        return build_attention(*places, ranks, self.forms[layer], metric, self.config)
+
+
+def build_attention(
+    original: nn.Module,
+    place: LayerPlace,
+    parts: Projections,
+    ranks: tuple[tuple[int, ...], tuple[int, ...]],
+    forms: Forms,
+    metric: Metric,
+    config: PaluConfig,
+) -> LatentAttention:
+    """The attention module that will replace ``original``; no other layer need be in memory."""
+    gram, outputs = metric
+    key, value = (
+        _factor(part, wanted, gram, output_gram, config)
+        for part, wanted, output_gram in zip((parts.key, parts.value), ranks, outputs, strict=True)
+    )
+    return LatentAttention(original, place, parts, *ranks, forms).fill(parts, key, value)
 
 
 def forms_of(model: PreTrainedModel, config: PaluConfig, chosen: PaluPlan, layer: int) -> Forms:

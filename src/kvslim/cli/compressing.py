@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvslim.cli.common import Device, DType, ModelName, check_original, dtype_of, load_model, progress_lines
+from kvslim.cli.streaming import check_streaming, compress_streamed
 from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +30,15 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         int | None, typer.Option(help="KV heads that share a decomposition: 1 is per head. [default: all]")
     ] = None,
     ranks: Annotated[
-        str, typer.Option(help="spectral, uniform, fisher or fisher-rms; auto is spectral, or uniform for svd.")
-    ] = "auto",
+        str | None,
+        typer.Option(help="spectral, uniform, fisher or fisher-rms. [default: spectral; uniform for svd, --stream]"),
+    ] = None,
     decomposition: Annotated[
-        str, typer.Option(help="loss-aware or whitened (by calibration text), or svd.")
-    ] = "loss-aware",
+        str | None,
+        typer.Option(
+            help="loss-aware or whitened (by calibration text), or svd. [default: loss-aware; whitened for --stream]"
+        ),
+    ] = None,
     sequential: Annotated[
         bool, typer.Option("--sequential", help="Calibrate each layer behind the layers compressed before it.")
     ] = False,
@@ -64,10 +69,19 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         bool, typer.Option("--stats-cache/--no-stats-cache", help="Keep calibration statistics for the next time.")
     ] = True,
     plot: Annotated[Path | None, typer.Option(help="Draw the ranks per layer to this PNG.")] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="One layer after the other, from disk to disk, for large models.")
+    ] = False,
+    work_dir: Annotated[
+        Path | None, typer.Option(help="Where --stream keeps what is done. [default: OUT.partial]")
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Forget what a broken --stream has done.")] = False,
     dtype: DType = "bfloat16",
     device: Device = "cpu",
 ) -> None:
     """Compress a model by Palu once, so that it caches small latents from then on.
+
+    With --stream about two layers are in memory at a time, and after a break the same command goes on where it was.
 
     To use the result: `kvslim generate OUT --cache none`, or in Python import kvslim and
     AutoModelForCausalLM.from_pretrained(OUT).
@@ -82,8 +96,8 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     config = palu.PaluConfig(
         rate=rate,
         group_size=group_size,
-        ranks=ranks,
-        decomposition=decomposition,
+        ranks=ranks or ("uniform" if stream else "auto"),
+        decomposition=decomposition or ("whitened" if stream else "loss-aware"),
         sequential=sequential,
         rank_multiple=rank_multiple,
         fusion=fusion,
@@ -96,7 +110,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         raise ConfigError("--window-length is at least 2 and --calibration-windows at least 1.")
     weights = dtype_of(dtype)
     check_original(model)
-    check_new_directory(out)
+    check_streaming(stream, work_dir, restart, eval_text, model)
+    if not stream:  # which may find its own result of an earlier run there
+        check_new_directory(out)
     if plot is not None:
         check_writable(plot)
     needed = config.needs_calibration
@@ -105,6 +121,18 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     for corpus in corpora:
         check_apart(test, corpus)
 
+    cut: dict[str, Any] = {
+        "calibration_windows": calibration_windows,
+        "window_length": window_length,
+        "prepend_bos": bos,
+    }
+    given = _source(corpora)
+    if stream:
+        report = compress_streamed(
+            model, out, config, given, cut, dtype=weights, device=device, work_dir=work_dir, restart=restart
+        )
+        _finish(report, origin_of(corpora) if corpora else None, out, model, plot)
+        return
     loaded, tokenizer = load_model(model, weights, device)
     windows = None if test is None else _test_windows(tokenizer, test, window_length, bos)
     before = None if windows is None else measure(loaded, windows)
@@ -113,11 +141,9 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
             loaded,
             tokenizer,
             config,
-            calibration=_source(corpora),
-            calibration_windows=calibration_windows,
-            window_length=window_length,
-            prepend_bos=bos,
+            calibration=given,
             stats_cache=user_folder() if stats_cache else None,
+            **cut,
             progress=progress,
         )
     quality: dict[str, Any] | None = None
@@ -129,12 +155,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
             "windows_sha256": windows_hash(windows),
         }
     palu.save(loaded, out, tokenizer, quality)
-    _print_summary(loaded.palu, origin_of(corpora) if corpora else None, out)
-    if plot is not None:
-        from kvslim.evaluating.plots import plot_ranks
-
-        plot_ranks({f"{ranks}, {decomposition}": loaded.palu.plan}, plot, f"{model}: ranks per layer")
-        typer.echo(f"Written: {plot}", err=True)
+    _finish(loaded.palu, origin_of(corpora) if corpora else None, out, model, plot)
     if quality is not None:
         typer.echo(f"Perplexity on {quality['text']}: {before:.3f} before, {quality['perplexity']:.3f} after.")
 
@@ -159,6 +180,16 @@ def _source(corpora: list[Corpus]) -> Any:
     if len(corpora) > 1:
         return {corpus.name: corpus.text for corpus in corpora}
     return corpora[0].text if corpora else None
+
+
+def _finish(report: PaluReport, origin: str | None, out: Path, model: str, plot: Path | None) -> None:
+    _print_summary(report, origin, out)
+    if plot is not None:
+        from kvslim.evaluating.plots import plot_ranks
+
+        name = f"{report.config.ranks}, {report.config.decomposition}"
+        plot_ranks({name: report.plan}, plot, f"{model}: ranks per layer")
+        typer.echo(f"Written: {plot}", err=True)
 
 
 def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:

@@ -325,7 +325,7 @@ def test_bad_input_is_one_line_before_a_model_is_loaded(
         ("eval MODEL --text TEXT", r"The text has 3000 tokens, but 12 windows of 2305 need 27660.*at most 1"),
         ("eval MODEL --text TEXT --tokens 16 --score 8 --windows 1 --methods jolt-3x", "16 tokens are too few"),
         ("spectrum MODEL --text TEXT --tokens 4000", "3000 tokens"),
-        ("demo --model MODEL --text TEXT", "has 3000 tokens, the demo needs 4609"),
+        ("demo --model MODEL --text TEXT", "has 3000 tokens, the demo needs 5121"),
         ("compress MODEL -o OUT --calibration TEXT --window-length 4000", "calibration texts have 3000 tokens"),
     ],
 )

@@ -51,7 +51,7 @@ class DemoConfig(JsonConfig):
     tokens: int = 3840
     score: int = 256
     calibration_windows: int = 8
-    calibration_length: int = 512
+    calibration_length: int = 1024
     new_tokens: int = 32
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from kvslim import palu
 from kvslim.caching.latent import LatentCache
 from kvslim.errors import CacheStateError, CalibrationError, ConfigError, NonFiniteError, UnsupportedModelError
 from kvslim.palu import PaluConfig
+from tiny import in_chunks, positions_of
 
 WINDOWS = torch.randint(3, 128, (4, 48), generator=torch.Generator().manual_seed(7))
 IDS = torch.randint(3, 128, (2, 21), generator=torch.Generator().manual_seed(8))
@@ -34,29 +35,6 @@ def build(make_tiny: Any, kind: dict[str, Any]) -> PreTrainedModel:
 
 def compressed(model: PreTrainedModel, **config: Any) -> PreTrainedModel:
     return palu.compress(copy.deepcopy(model), None, PaluConfig(**config), WINDOWS)
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    return (mask.cumsum(-1) - 1).clamp_min(0)
-
-
-@torch.no_grad()
-def in_chunks(model: PreTrainedModel, ids: Tensor, mask: Tensor, sizes: list[int]) -> tuple[Tensor, Any]:
-    """Logits of ``ids`` fed in chunks through one cache."""
-    cache, parts, start, positions = None, [], 0, positions_of(mask)
-    for size in sizes:
-        stop = start + size
-        out = model(
-            ids[:, start:stop],
-            attention_mask=mask[:, :stop],
-            position_ids=positions[:, start:stop],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = getattr(out, "past_key_values", None) or out.cache
-        parts.append(out.logits)
-        start = stop
-    return torch.cat(parts, dim=1), cache
 
 
 @torch.no_grad()

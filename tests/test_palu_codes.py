@@ -20,6 +20,7 @@ from kvslim.caching.latent import LatentCache
 from kvslim.decomposing.whitened import loss_aware_svd
 from kvslim.errors import CacheStateError, ConfigError, NonFiniteError
 from kvslim.palu import PaluConfig
+from tiny import cache_of, in_chunks
 
 WINDOWS = torch.randint(3, 128, (4, 48), generator=torch.Generator().manual_seed(7))
 IDS = torch.randint(3, 128, (2, 21), generator=torch.Generator().manual_seed(8))
@@ -39,32 +40,6 @@ def build(make_tiny: Any, kind: dict[str, Any] | None = None) -> PreTrainedModel
 def compressed(model: PreTrainedModel, **config: Any) -> PreTrainedModel:
     settings = {"rate": 0.3, "group_size": 2, "bits": 4, **config}
     return palu.compress(copy.deepcopy(model), None, PaluConfig(**settings), WINDOWS)
-
-
-def cache_of(out: Any) -> LatentCache:
-    cache: LatentCache = getattr(out, "past_key_values", None) or out.cache
-    return cache
-
-
-@torch.no_grad()
-def in_chunks(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, sizes: list[int], cache: Any = None
-) -> tuple[Tensor, LatentCache]:
-    """Logits of ``ids`` fed in chunks through one cache."""
-    parts, start, positions = [], 0, (mask.cumsum(-1) - 1).clamp_min(0)
-    for size in sizes:
-        stop = start + size
-        out = model(
-            ids[:, start:stop],
-            attention_mask=mask[:, :stop],
-            position_ids=positions[:, start:stop],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = cache_of(out)
-        parts.append(out.logits)
-        start = stop
-    return torch.cat(parts, dim=1), cache
 
 
 def generated(model: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Any:

@@ -9,21 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    MptConfig,
-    OPTConfig,
-    Phi3Config,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import PreTrainedModel
 
 from kvslim import palu
 from kvslim.attending.families import attention_modules
@@ -33,35 +19,8 @@ from kvslim.calibrating.sequential import replace_in_turn
 from kvslim.errors import ConfigError, UnsupportedModelError
 from kvslim.palu import PaluConfig
 from kvslim.palu_build import Builder
+from tiny import KINDS, VOCAB, build, cache_of, in_chunks
 
-VOCAB = 128
-GQA = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-       "num_key_value_heads": 2, "head_dim": 12}  # fmt: skip
-HYBRID = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
-LONGCHAT = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
-KINDS: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama-gqa": (LlamaConfig, GQA),
-    "llama-mha-bias": (LlamaConfig, GQA | {"num_key_value_heads": 4, "attention_bias": True}),
-    "llama-mqa": (LlamaConfig, GQA | {"num_key_value_heads": 1}),
-    "longchat": (LlamaConfig, GQA | LONGCHAT),
-    "mistral": (MistralConfig, GQA | {"sliding_window": 6}),
-    "qwen2": (Qwen2Config, GQA),
-    "qwen2-sliding": (Qwen2Config, GQA | HYBRID | {"use_sliding_window": True, "max_window_layers": 0}),
-    "qwen3": (Qwen3Config, GQA),
-    "gemma3": (Gemma3TextConfig, GQA | HYBRID | {"num_key_value_heads": 1, "query_pre_attn_scalar": 12}),
-    "phi3": (Phi3Config, GQA | {"sliding_window": 6}),
-    "phi3-partial": (Phi3Config, GQA | {"head_dim": 24, "hidden_size": 96, "partial_rotary_factor": 0.5}),
-    "gpt-neox": (GPTNeoXConfig, {k: GQA[k] for k in list(GQA)[:4]} | {"rotary_pct": 0.5}),
-    "opt": (OPTConfig, {"hidden_size": 48, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                        "word_embed_proj_dim": 48}),
-    "gpt2": (GPT2Config, {"n_embd": 48, "n_layer": 2, "n_head": 4}),
-    "gpt2-by-layer": (GPT2Config, {"n_embd": 48, "n_layer": 2, "n_head": 4, "scale_attn_by_inverse_layer_idx": True}),
-    "bloom": (BloomConfig, {"hidden_size": 48, "n_layer": 2, "n_head": 4}),
-    "bloom-odd-heads": (BloomConfig, {"hidden_size": 36, "n_layer": 2, "n_head": 3}),
-    "mpt": (MptConfig, {"d_model": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "use_cache": True}),
-    "mpt-clip": (MptConfig, {"d_model": 48, "n_layers": 2, "n_heads": 4, "max_seq_len": 256, "use_cache": True,
-                             "attn_config": {"clip_qkv": 0.5}}),
-}  # fmt: skip
 UNROTATED = ("opt", "gpt2", "bloom", "mpt")
 WINDOWS = torch.randint(3, VOCAB, (4, 40), generator=torch.Generator().manual_seed(7))
 IDS = torch.randint(3, VOCAB, (2, 21), generator=torch.Generator().manual_seed(8))
@@ -69,43 +28,13 @@ PADDED = torch.ones_like(IDS)
 PADDED[0, :8] = 0
 
 
-def build(kind: str, **changes: Any) -> PreTrainedModel:
-    config_class, settings = KINDS[kind]
-    config = config_class(**{
-        "vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "initializer_range": 0.15,
-        **settings, **changes,
-    })  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():  # biases are made as zeros, and would then not be tested
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.copy_(torch.randn_like(parameter) * 0.1)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    return model
-
-
 def compressed(model: PreTrainedModel, **config: Any) -> PreTrainedModel:
     return palu.compress(copy.deepcopy(model), None, PaluConfig(**config), WINDOWS)
 
 
-def positions_of(mask: Tensor) -> Tensor:
-    return (mask.cumsum(-1) - 1).clamp_min(0)
-
-
-@torch.no_grad()
-def in_chunks(model: PreTrainedModel, sizes: list[int]) -> Tensor:
-    """Logits of the padded batch fed in chunks through one cache."""
-    cache, parts, start = None, [], 0
-    takes_positions = model.config.model_type not in ("bloom", "mpt")
-    for size in sizes:
-        stop = start + size
-        extra = {"position_ids": positions_of(PADDED)[:, start:stop]} if takes_positions else {}
-        out = model(IDS[:, start:stop], attention_mask=PADDED[:, :stop], past_key_values=cache, use_cache=True, **extra)
-        cache = getattr(out, "past_key_values", None) or out.cache
-        parts.append(out.logits)
-        start = stop
-    return torch.cat(parts, dim=1)[PADDED.bool()]
+def chunked(model: PreTrainedModel, sizes: list[int]) -> Tensor:
+    """Logits of the real tokens of the padded batch fed in chunks through one cache."""
+    return in_chunks(model, IDS, PADDED, sizes)[0][PADDED.bool()]
 
 
 def fusions(kind: str) -> list[str]:
@@ -120,7 +49,7 @@ CASES = [pytest.param(kind, fusion, id=f"{kind}-{fusion}") for kind in KINDS for
 def test_full_rank_gives_the_models_own_logits(kind: str, fusion: str, group_size: int | None) -> None:
     model = build(kind)
     slim = compressed(model, rate=0.0, fusion=fusion, group_size=group_size)
-    own, ours = in_chunks(model, [9, 7, 1, 1, 3]), in_chunks(slim, [9, 7, 1, 1, 3])
+    own, ours = chunked(model, [9, 7, 1, 1, 3]), chunked(slim, [9, 7, 1, 1, 3])
     torch.testing.assert_close(ours, own, atol=1e-3, rtol=0)
     assert (own - own.roll(1, 0)).abs().max() > 0.1  # the tokens do differ
     if fusion == "fold":
@@ -130,9 +59,9 @@ def test_full_rank_gives_the_models_own_logits(kind: str, fusion: str, group_siz
 @pytest.mark.parametrize(("kind", "fusion"), CASES)
 def test_all_forms_and_chunks_are_one_function_below_full_rank(kind: str, fusion: str) -> None:
     settings = {"rate": 0.4, "group_size": 1, "ranks": "fisher"}
-    wanted = in_chunks(compressed(build(kind), **settings, fusion="none"), [21])
+    wanted = chunked(compressed(build(kind), **settings, fusion="none"), [21])
     for sizes in ([21], [10, 1, 1, 9]):
-        ours = in_chunks(compressed(build(kind), **settings, fusion=fusion), sizes)
+        ours = chunked(compressed(build(kind), **settings, fusion=fusion), sizes)
         torch.testing.assert_close(ours, wanted, atol=1e-3, rtol=1e-3)
 
 
@@ -140,7 +69,7 @@ def test_all_forms_and_chunks_are_one_function_below_full_rank(kind: str, fusion
 def test_sequential_calibration_sees_what_the_compressed_model_reads(kind: str) -> None:
     model = build(kind)
     exact = compressed(model, rate=0.0, sequential=True)
-    torch.testing.assert_close(in_chunks(exact, [21]), in_chunks(model, [21]), atol=1e-3, rtol=0)
+    torch.testing.assert_close(chunked(exact, [21]), chunked(model, [21]), atol=1e-3, rtol=0)
 
     usual = calibrate_grams(model, WINDOWS).grams
     twin, seen = copy.deepcopy(model), {}
@@ -222,7 +151,7 @@ def test_saved_and_loaded_gives_the_same_logits_bit_for_bit(kind: str, tmp_path:
         palu.save(slim, tmp_path / fusion)
         again = palu.load(tmp_path / fusion)
         assert type(again).__name__ == type(slim).__name__
-        assert torch.equal(in_chunks(again, [12, 1, 8]), in_chunks(slim, [12, 1, 8]))
+        assert torch.equal(chunked(again, [12, 1, 8]), chunked(slim, [12, 1, 8]))
         assert again.palu == slim.palu
 
 
@@ -239,7 +168,7 @@ def test_unrotated_keys_are_never_rebuilt_and_need_no_positions(kind: str, fusio
         if hasattr(module, "k_latent"):
             module.k_latent.rebuild = refuse
     out = slim.generate(IDS, attention_mask=PADDED, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    cache = getattr(out, "past_key_values", None) or out.cache
+    cache = cache_of(out)
     assert isinstance(cache, LatentCache)
     assert cache.nbytes == 2 * 24 * slim.palu.plan.channels * 4
 
@@ -263,9 +192,9 @@ def test_the_form_with_fewer_parameters_is_taken_and_the_count_is_true(kind: str
 def test_attention_implementations_agree(attention: str) -> None:
     for kind in ("llama-gqa", "gemma3", "opt", "gpt2", "gpt-neox"):
         slim = compressed(build(kind), rate=0.4)
-        wanted = in_chunks(slim, [12, 1, 8])
+        wanted = chunked(slim, [12, 1, 8])
         slim.set_attn_implementation(attention)
-        torch.testing.assert_close(in_chunks(slim, [12, 1, 8]), wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(chunked(slim, [12, 1, 8]), wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bloom", "mpt", "opt"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 import os
 import shutil
 import tempfile
@@ -21,6 +22,23 @@ def sha256(path: Path) -> str:
     """The SHA-256 of a file as 64 hexadecimal digits."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def read_utf8(path: Path, *, packed: bool = False) -> str:
+    """The text of a UTF-8 file, with ``packed`` of one under xz.
+
+    Raises:
+        ConfigError: it is missing, unreadable, damaged or not UTF-8; the message says which.
+    """
+    try:
+        data = path.read_bytes()
+        return (lzma.decompress(data) if packed else data).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Convert it.") from error
+    except (lzma.LZMAError, EOFError) as error:
+        raise ConfigError(f"{path} is no complete xz file ({error}). Copy it again.") from error
+    except OSError as error:
+        raise ConfigError(f"The text {path} cannot be read: {reason(error)}. Give the path of a text file.") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -86,14 +86,14 @@ def test_every_family(write_model: WriteModel, kind: str, dtype: torch.dtype) ->
     ],
     ids=["svd", "codes", "fold", "full rank"],
 )
-@pytest.mark.parametrize("family", ["llama-tied", "gpt2"])
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2-by-layer"])
 def test_every_way(write_model: WriteModel, config: PaluConfig, family: str) -> None:
     needed = None if config.decomposition == "svd" else WINDOWS
     same_as_in_memory(write_model(family, max_shard_size="40KB"), config, torch.float32, needed)
 
 
 def test_sharded_source_without_the_prefix_of_the_base_model(write_model: WriteModel, tmp_path: Path) -> None:
-    source = write_model("gpt2")
+    source = write_model("gpt2-by-layer")
     tensors = load_file(source / "model.safetensors")
     (source / "model.safetensors").unlink()
     places = {}

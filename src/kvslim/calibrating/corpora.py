@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-import lzma
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from kvslim.calibrating.windows import texts_of
 from kvslim.errors import CalibrationError, ConfigError
-from kvslim.files import reason
+from kvslim.files import read_utf8
 
 _BLANK_LINE = "\n\n"
 _HEAD = 12_000
@@ -60,15 +59,7 @@ def read_corpus(path: Path) -> Corpus:
         ConfigError: it is missing, unreadable, not UTF-8, damaged, empty, or has rows of another kind.
     """
     packed = path.suffix == ".xz"
-    try:
-        data = path.read_bytes()
-        text = (lzma.decompress(data) if packed else data).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Convert it.") from error
-    except (lzma.LZMAError, EOFError) as error:
-        raise ConfigError(f"{path} is no complete xz file ({error}). Copy it again.") from error
-    except OSError as error:
-        raise ConfigError(f"The text {path} cannot be read: {reason(error)}. Give the path of a text file.") from error
+    text = read_utf8(path, packed=packed)
     text = _rows(path, Path(path.stem).suffix if packed else path.suffix, text)
     if not text.strip():
         raise ConfigError(f"The text {path} is empty.")

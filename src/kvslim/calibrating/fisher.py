@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from kvslim.attending.families import kv_shape_of, text_config
 from kvslim.attending.projections import Part, projections_of
 from kvslim.calibrating.grams import Progress
-from kvslim.calibrating.stats_file import read_stats, write_stats
+from kvslim.calibrating.stats_file import StoredStats
 from kvslim.calibrating.windows import check_windows
 from kvslim.errors import NonFiniteError
 
@@ -37,7 +36,7 @@ _SEED = 0
 
 
 @dataclass(frozen=True)
-class FisherStats:
+class FisherStats(StoredStats):
     """Squared gradients of the loss, per KV head, so that they add up to any group of heads.
 
     Attributes:
@@ -59,24 +58,6 @@ class FisherStats:
     output_squares: Tensor
     output_grams: tuple[Tensor, ...] | None
     tokens: int
-
-    def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
-        """Write to one safetensors file, whole or not at all; ``about`` are JSON values that say what it belongs to.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        write_stats(self, Path(path), about)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what :meth:`save` wrote; the tensors are on the CPU.
-
-        Raises:
-            ModelSourceError: there is no such file.
-            CheckpointError: it is damaged, truncated, of a newer format, or holds other statistics.
-        """
-        return read_stats(cls, Path(path))
 
 
 def calibrate_fisher(

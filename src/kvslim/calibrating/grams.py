@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kvslim.attending.families import base_model_of, text_config
 from kvslim.attending.projections import projections_of
-from kvslim.calibrating.stats_file import read_stats, write_stats
+from kvslim.calibrating.stats_file import StoredStats
 from kvslim.calibrating.windows import check_windows
 from kvslim.errors import NonFiniteError
 
@@ -27,7 +26,7 @@ _CHUNK = 2048
 
 
 @dataclass(frozen=True)
-class GramStats:
+class GramStats(StoredStats):
     """Second moments of the projection inputs.
 
     Attributes:
@@ -38,24 +37,6 @@ class GramStats:
 
     grams: tuple[Tensor, ...]
     tokens: int
-
-    def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
-        """Write to one safetensors file, whole or not at all; ``about`` are JSON values that say what it belongs to.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        write_stats(self, Path(path), about)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read what :meth:`save` wrote; the tensors are on the CPU.
-
-        Raises:
-            ModelSourceError: there is no such file.
-            CheckpointError: it is damaged, truncated, of a newer format, or holds other statistics.
-        """
-        return read_stats(cls, Path(path))
 
 
 @torch.no_grad()

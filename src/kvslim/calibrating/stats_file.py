@@ -11,7 +11,7 @@ import hashlib
 import json
 import struct
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -178,3 +178,25 @@ def _header(path: Path) -> dict[str, Any]:
 
 def _damaged(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is damaged: {why}. Calibrate again.")
+
+
+class StoredStats:
+    """Mixin for the dataclasses of statistics: to a file and back."""
+
+    def save(self, path: str | Path, about: dict[str, Any] | None = None) -> None:
+        """Write to one safetensors file, whole or not at all; ``about`` are JSON values that say what it belongs to.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        write_stats(self, Path(path), about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what :meth:`save` wrote; the tensors are on the CPU.
+
+        Raises:
+            ModelSourceError: there is no such file.
+            CheckpointError: it is damaged, truncated, of a newer format, or holds other statistics.
+        """
+        return read_stats(cls, Path(path))

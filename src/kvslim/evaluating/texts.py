@@ -9,6 +9,7 @@ from typing import Any
 
 from kvslim.calibrating.corpora import Corpus, reference_topics
 from kvslim.errors import ConfigError
+from kvslim.files import read_utf8
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,7 @@ def read_text(path: Path) -> TextSource:
     Raises:
         ConfigError: it is missing, unreadable, not UTF-8, empty, or JSON of another kind.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Convert it.") from error
-    except OSError as error:
-        raise ConfigError(f"The text {path} cannot be read: {error.strerror}. Give the path of a text file.") from error
+    text = read_utf8(path)
     if path.suffix == ".jsonl":
         text = _joined_lines(path, text)
     if not text.strip():

@@ -89,7 +89,7 @@ def load(
         UnsupportedModelError: the installed transformers has no causal language model for it.
         ConfigError: ``device`` is not there.
     """
-    device = _checked_device(device)
+    device = checked_device(device)
     source = resolve(name, progress=progress)
     with _errors_in_words(name):
         config = _config(name, source)
@@ -134,7 +134,12 @@ def _tokenizer(name: str, source: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _checked_device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
+    """``device``, if something can be put there.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
     try:
         checked = torch.device(device)
         torch.empty(0, device=checked)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvslim.errors import TrainingDataError
-from kvslim.files import reason
+from kvslim.errors import ConfigError, TrainingDataError
+from kvslim.files import read_utf8
 from kvslim.recovery_config import RecoveryConfig
 
 IGNORED = -100
@@ -61,11 +61,9 @@ def read_rows(paths: Iterable[Path]) -> list[Any]:
 
 def _rows_of(path: Path) -> list[Any]:
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TrainingDataError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}).") from error
-    except OSError as error:
-        raise TrainingDataError(f"The data {path} cannot be read: {reason(error)}.") from error
+        text = read_utf8(path)
+    except ConfigError as error:
+        raise TrainingDataError(str(error)) from error
     if path.suffix == ".jsonl":
         rows = [
             _parsed(line, f"{path}, line {number}")

@@ -28,6 +28,7 @@ from kvslim.calibrating.windows import check_windows, windows_hash
 from kvslim.checkpointing.latent_metadata import INDEX, Described, write_metadata
 from kvslim.errors import CalibrationError, ConfigError, KvslimError
 from kvslim.files import check_new_directory, check_writable, reason, sha256
+from kvslim.models.loading import checked_device
 from kvslim.palu_build import Progress, build_attention, forms_of
 from kvslim.palu_checks import check_gram
 from kvslim.palu_config import PaluConfig, PaluPlan, PaluReport, codes_of
@@ -104,7 +105,7 @@ def compress_checkpoint(  # noqa: PLR0913  # as palu.compress, and where to read
     if config.decomposition != "svd":
         windows = _windows(calibration, tokenizer, (window_length, calibration_windows, prepend_bos))
         windows = check_windows(windows, text_config(model_config).vocab_size)
-    device, weights = _checked_device(device), SourceWeights(folder)
+    device, weights = checked_device(device), SourceWeights(folder)
     dtype = weights.dtype if dtype is None else dtype
     inputs = {
         "model": {"config": sha256(folder / "config.json"), "weights": weights.files()},
@@ -148,15 +149,6 @@ def _windows(calibration: Any, tokenizer: Any, cut: tuple[int, int | None, bool]
             "decomposition='whitened' needs calibration text. Pass calibration=..., or use decomposition='svd'."
         )
     return windows_of(tokenizer, calibration, *cut, _WINDOWS_AT_MOST)
-
-
-def _checked_device(device: str | torch.device) -> torch.device:
-    try:
-        checked = torch.device(device)
-        torch.empty(0, device=checked)
-    except (RuntimeError, AssertionError) as error:  # an unknown name, and a backend that is not there
-        raise ConfigError(f"Device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return checked
 
 
 def _report(

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import lzma
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from kvslim.errors import ConfigError, KvslimError
 
 _ASIDE = ".kvslim-"
 """Prefix of what is not finished yet; short, so that every name a file system takes can be written."""
+
+
+_HEADER_AT_MOST = 100_000_000
+"""Bytes of a safetensors header; the limit of the format."""
 
 
 def sha256(path: Path) -> str:
@@ -39,6 +44,44 @@ def read_utf8(path: Path, *, packed: bool = False) -> str:
         raise ConfigError(f"{path} is no complete xz file ({error}). Copy it again.") from error
     except OSError as error:
         raise ConfigError(f"The text {path} cannot be read: {reason(error)}. Give the path of a text file.") from error
+
+
+def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int], int]], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a safetensors file that is written tensor by tensor, as the library takes all at once.
+
+    Args:
+        tensors: by name the dtype as the format calls it (``F64``), the shape, and the bytes; in the order of the file.
+        metadata: texts by name.
+
+    Returns:
+        The length of the header and the header itself, padded so that values start at a multiple of 8.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        start, end = end, end + nbytes
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_safetensors_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file as it says, and where the values start. Soundness is the library's to check.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is truncated, or no such file.
+    """
+    with path.open("rb") as file:
+        first = file.read(8)
+        size = int.from_bytes(first, "little")
+        if len(first) < 8 or not 2 <= size <= min(_HEADER_AT_MOST, path.stat().st_size - 8):
+            raise ValueError("it is truncated, or no safetensors file")
+        header = json.loads(file.read(size))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no table")
+    return header, 8 + size
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import struct
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -18,13 +17,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvslim.errors import CheckpointError, ModelSourceError
-from kvslim.files import reason, replacing
+from kvslim.files import read_safetensors_header, reason, replacing, safetensors_header
 
 FORMAT_VERSION = 1
 _FORMAT = "kvslim-statistics"
-_HEADER_AT_MOST = 16 * 2**20
-"""Bytes of a header; one of a model with a thousand layers has less than a hundredth."""
-
 _WIDTH = 8
 """Bytes of a number: all statistics are float64."""
 
@@ -54,17 +50,10 @@ def write_stats(stats: Any, path: Path, about: dict[str, Any] | None = None) -> 
         else:
             plain[field.name] = value
     described = {"kind": type(stats).__name__, "fields": plain, "about": about or {}, "sha256": _hash(tensors, plain)}
-    header: dict[str, Any] = {
-        "__metadata__": {"format": _FORMAT, "version": str(FORMAT_VERSION), "description": json.dumps(described)}
-    }
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * _WIDTH
-        header[name] = {"dtype": "F64", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    metadata = {"format": _FORMAT, "version": str(FORMAT_VERSION), "description": json.dumps(described)}
+    entries = {name: ("F64", tensor.shape, tensor.numel() * _WIDTH) for name, tensor in tensors.items()}
     with replacing(path) as file:  # tensor by tensor, as all together are gigabytes for a large model
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(safetensors_header(entries, metadata))
         for tensor in tensors.values():
             file.write(_bytes(tensor))
 
@@ -129,7 +118,7 @@ def _number(name: str, plain: dict[str, Any]) -> int | None:
 def _describe(path: Path) -> dict[str, Any]:
     """The description in a file's metadata, its outer form checked."""
     try:
-        header = _header(path)
+        header, _ = read_safetensors_header(path)
         metadata = header.get("__metadata__")
         if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
             raise CheckpointError(f"{path} holds no calibration statistics of kvslim.")
@@ -163,17 +152,6 @@ def _hash(tensors: dict[str, Tensor], plain: dict[str, Any]) -> str:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file, no more of it read than its own size field and the limit allow."""
-    with path.open("rb") as file:
-        first = file.read(8)
-        size = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        if not 2 <= size <= min(_HEADER_AT_MOST, path.stat().st_size - 8):
-            raise CheckpointError(f"{path} is truncated or no file of calibration statistics.")
-        header: dict[str, Any] = json.loads(file.read(size))
-    return header
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvslim.checkpointing.latent_metadata import INDEX, WEIGHTS
 from kvslim.errors import ModelSourceError, UnsupportedModelError
-from kvslim.files import reason, replacing
+from kvslim.files import read_safetensors_header, reason, replacing, safetensors_header
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in _FLOATS.items()}
@@ -123,19 +123,16 @@ class SourceWeights:
         try:
             with safe_open(path, framework="numpy"):  # checks header and size of the file
                 pass
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = file.read(length)
-        except (SafetensorError, OSError) as error:
+            header, start = read_safetensors_header(path)
+        except (SafetensorError, OSError, ValueError) as error:
             raise ModelSourceError(
                 f"{path} is missing, truncated or damaged ({error}). Copy the model again."
             ) from error
-        self.headers[path.name] = hashlib.sha256(header).hexdigest()
-        content: dict[str, Any] = json.loads(header)
-        content.pop("__metadata__", None)
+        self.headers[path.name] = hashlib.sha256(json.dumps(header).encode()).hexdigest()
+        header.pop("__metadata__", None)
         return {
-            name: Stored(path, 8 + length + about["data_offsets"][0], about["dtype"], tuple(about["shape"]))
-            for name, about in content.items()
+            name: Stored(path, start + about["data_offsets"][0], about["dtype"], tuple(about["shape"]))
+            for name, about in header.items()
         }
 
     def find(self, name: str, prefix: str) -> Stored | None:
@@ -197,15 +194,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Stored], dtype: tor
         ConfigError: it cannot be written, as on a full disk.
         ModelSourceError: a stored tensor cannot be read.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + prod(tensor.shape) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)  # values start at a multiple of 8, as safetensors does it
+    entries = {
+        name: (_NAMES[dtype], tensor.shape, prod(tensor.shape) * dtype.itemsize) for name, tensor in tensors.items()
+    }
     with replacing(path, durable=True) as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.write(safetensors_header(entries, {"format": "pt"}))
         for tensor in tensors.values():
             for block in tensor.blocks(dtype) if isinstance(tensor, Stored) else [tensor.detach().to(dtype)]:
                 file.write(bytes_of(block))
@@ -218,7 +211,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def names_in(path: Path) -> dict[str, int]:
     """The tensors of a file that :func:`write_tensors` made, with their sizes in bytes."""
-    with path.open("rb") as file:
-        content: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    content, _ = read_safetensors_header(path)
     content.pop("__metadata__")
     return {name: about["data_offsets"][1] - about["data_offsets"][0] for name, about in content.items()}

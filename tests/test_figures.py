@@ -80,7 +80,8 @@ def test_wider_groups_and_whitening_lose_less(book: tuple[PreTrainedModel, GramS
     found = {}
     for size, decomposition in ((8, "whitened"), (4, "whitened"), (1, "whitened"), (4, "svd")):
         saved = palu.snapshot(model)
-        palu.compress_with(model, PaluConfig(rate=rate, group_size=size, decomposition=decomposition), grams=grams)
+        config = PaluConfig(rate=rate, group_size=size, ranks="uniform", decomposition=decomposition)
+        palu.compress_with(model, config, grams=grams)
         assert model.palu.rate == pytest.approx(rate, abs=1e-3)
         found[size, decomposition] = perplexity(model, windows)
         palu.restore(model, saved)

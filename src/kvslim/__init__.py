@@ -22,6 +22,7 @@ from kvslim.version import __version__
 if TYPE_CHECKING:
     from kvslim.attending.handle_attention import register
     from kvslim.caching.latent import LatentCache
+    from kvslim.graded import GradedCache, GradedCalibration, GradedConfig, GradedStats, calibrate
     from kvslim.jolt import JoltCache, JoltConfig
     from kvslim.palu import PaluConfig, compress
     from kvslim.recovery import recover
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from kvslim.sessions import load_cache, load_session, session_info
 
 _HOMES = {
+    "GradedCache": "kvslim.graded",
+    "GradedCalibration": "kvslim.graded",
+    "GradedConfig": "kvslim.graded",
+    "GradedStats": "kvslim.graded",
+    "calibrate": "kvslim.graded",
     "JoltCache": "kvslim.jolt",
     "JoltConfig": "kvslim.jolt",
     "LatentCache": "kvslim.caching.latent",
@@ -47,6 +53,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "GradedCache",
+    "GradedCalibration",
+    "GradedConfig",
+    "GradedStats",
     "JoltCache",
     "JoltConfig",
     "KvslimError",
@@ -55,6 +65,7 @@ __all__ = [
     "RecoveryConfig",
     "SessionStore",
     "__version__",
+    "calibrate",
     "compress",
     "load_cache",
     "load_session",

@@ -13,7 +13,6 @@ Source: Krishnan and Schulz, "A JoLT for the KV Cache" (2026): partial Tucker, J
 from __future__ import annotations
 
 import dataclasses
-import warnings
 import weakref
 from collections.abc import Sequence
 from os import PathLike
@@ -28,11 +27,11 @@ from kvslim.allocating.strategies import STRATEGIES
 from kvslim.attending.families import rope_of, text_config
 from kvslim.attending.layout import compressible_layers
 from kvslim.caching.block import ExactBlock
+from kvslim.caching.budgeted import BudgetedCache
 from kvslim.caching.cells import Cell, Coded, gather, take_off
-from kvslim.caching.compressed import CompressedCache
 from kvslim.caching.offers import Offer, Planned, by_row, least_of
 from kvslim.caching.prefix import CodedStretch
-from kvslim.caching.report import header_bytes, stretch_header_bytes
+from kvslim.caching.report import stretch_header_bytes
 from kvslim.caching.tucker_choices import CellChoices, CellShape, inherited_choices, own_choices
 from kvslim.caching.tucker_residual import (
     COPY_BITS,
@@ -55,14 +54,13 @@ if TYPE_CHECKING:
 
 __all__ = ["OUR_BITS", "PAPER", "PAPER_BITS", "JoltCache", "JoltConfig", "Price"]
 
-_SHORT = 256  # tokens below which a prompt that cannot meet its ratio stays exact rather than being refused
 _KEEP_VECTORS_BELOW = 1024  # slabs × features up to which exact singular vectors wait for the second pass
 _ALL_BELOW = 512  # slabs × features up to which all directions are looked for
 _STEERED = 0.75  # share of the layer groups that follow the price when they arrive one by one; the rest repair
 _LEEWAY = 1.3  # a group that arrives may take so many times its expected share
 
 
-class JoltCache(CompressedCache):
+class JoltCache(BudgetedCache):
     """A KV cache that compresses its prefill by JoLT; pass it as ``past_key_values`` to ``model.generate()``.
 
     ``JoltCache(model, ratio=3)`` or ``JoltCache(model, JoltConfig(...))``. Constructing it changes nothing on the
@@ -106,6 +104,8 @@ class JoltCache(CompressedCache):
             seal=config.seal,
             rope=rope_of(model) if config.pre_rope else None,
             attention_mask=attention_mask,
+            ratio=config.ratio,
+            budget_bytes=config.budget_bytes,
         )
         self.read_by(text_config(model))
         self.config = config
@@ -144,54 +144,6 @@ class JoltCache(CompressedCache):
         """What a session keeps beside the cache."""
         price = (self.price.per_share, *self.price.shares) if self.price is not None else ()
         return Settings(self._model(), self.config.to_dict(), price)
-
-    # ---- bytes -------------------------------------------------------------------------------------------------
-
-    def _why_exact(self, tokens: int) -> str | None:
-        """Also a short prompt whose exact tokens would take more than half of what its ratio allows.
-
-        The few bytes left would not hold the rest. A longer prompt raises ``BudgetError`` instead, and a byte budget is
-        always taken at its word.
-        """
-        if why := super()._why_exact(tokens):
-            return why
-        if self.config.ratio is None or tokens >= _SHORT or 2 * self._fixed_bytes(tokens) <= self._allowed(tokens):
-            return None
-        why = (
-            f"{tokens} tokens are too few for a ratio of {self.config.ratio:g}: sinks, window and header would take "
-            "more than half of its bytes"
-        )
-        warnings.warn(f"JoltCache: {why}; the prompt stays exact.", stacklevel=6)
-        return why
-
-    def _allowed(self, tokens: int) -> int:
-        """Bytes that the ratio allows for ``tokens`` tokens."""
-        return int(self.shape.dense_bytes(tokens) / (self.config.ratio or 1))
-
-    @property
-    def _item_bytes(self) -> int:
-        first = self.compressible[0]
-        return first.keys.element_size() if first.is_initialized else 2
-
-    def _fixed_bytes(self, tokens: int) -> int:
-        """Bytes of a row's sinks, window and header."""
-        exact = min(tokens, self.n_sinks + self.n_window)
-        return self.shape.dense_bytes(exact) * self._item_bytes // 2 + header_bytes(2 * len(self._groups()))
-
-    def _budget(self, row: int, tokens: int, all_tokens: int, least: int) -> int:
-        """Bytes for the cells of one row: the user's budget less exact sinks and window, and the header."""
-        if self.config.budget_bytes is not None:
-            total = self.config.budget_bytes * tokens // all_tokens
-        else:
-            total = self._allowed(tokens)
-        fixed = self._fixed_bytes(tokens)
-        if fixed + least > total:
-            raise BudgetError(
-                f"Row {row} has {tokens} tokens and a budget of {total} bytes. The least possible is {fixed + least} "
-                f"bytes: {fixed} for its exact tokens (sinks and window) and the header, {least} for the rest. Raise "
-                "the budget to that, or lower the ratio, the sinks or the window."
-            )
-        return total - fixed
 
     # ---- planning a prefill --------------------------------------------------------------------------------------
 
@@ -339,14 +291,6 @@ class JoltCache(CompressedCache):
             result = allocate([o.choices.costs for o in row], [o.choices.errors for o in row], budget)
             planned |= {offer.cell: offer.planned(c) for offer, c in zip(row, result.choices, strict=True)}
         return planned
-
-    def _sealed_ratio(self) -> float:
-        if self.config.ratio is not None:
-            return self.config.ratio
-        prefix = self.prefix
-        rows = {id(row): row for row in prefix.rows}.values() if prefix is not None else ()
-        tokens = sum(row.length for row in rows)
-        return self.shape.dense_bytes(tokens) / (self.config.budget_bytes or 1)
 
     def _offer_sealed(self, cell: Cell) -> Offer:
         x = self._input(cell)

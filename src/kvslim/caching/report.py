@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 
 def header_bytes(cells: int) -> int:
@@ -100,6 +100,10 @@ class CacheReport:
     @property
     def value_error(self) -> float:
         return pooled_error(list(self.cells), "values")
+
+    def with_note(self, note: str) -> Self:
+        """The same with more to say."""
+        return dataclasses.replace(self, note="; ".join(part for part in (self.note, note) if part))
 
     def to_dict(self) -> dict[str, Any]:
         return {

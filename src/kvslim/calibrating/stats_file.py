@@ -21,8 +21,8 @@ from kvslim.files import read_safetensors_header, reason, replacing, safetensors
 
 FORMAT_VERSION = 1
 _FORMAT = "kvslim-statistics"
-_WIDTH = 8
-"""Bytes of a number: all statistics are float64."""
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16"}
+"""Sums are float64; tables made from them may be narrower."""
 
 Stats = TypeVar("Stats")
 
@@ -31,7 +31,7 @@ def write_stats(stats: Any, path: Path, about: dict[str, Any] | None = None) -> 
     """Write a dataclass of tensors, tuples of tensors and counts; the file appears whole or not at all.
 
     Args:
-        stats: an instance of the class that :func:`read_stats` is later given.
+        stats: an instance of the class that :func:`read_stats` is later given; float64, float32 or float16.
         path: the file.
         about: what the statistics belong to, as JSON values; :func:`read_about` gives it back.
 
@@ -51,7 +51,10 @@ def write_stats(stats: Any, path: Path, about: dict[str, Any] | None = None) -> 
             plain[field.name] = value
     described = {"kind": type(stats).__name__, "fields": plain, "about": about or {}, "sha256": _hash(tensors, plain)}
     metadata = {"format": _FORMAT, "version": str(FORMAT_VERSION), "description": json.dumps(described)}
-    entries = {name: ("F64", tensor.shape, tensor.numel() * _WIDTH) for name, tensor in tensors.items()}
+    entries = {
+        name: (_DTYPES[tensor.dtype], tensor.shape, tensor.numel() * tensor.element_size())
+        for name, tensor in tensors.items()
+    }
     with replacing(path) as file:  # tensor by tensor, as all together are gigabytes for a large model
         file.write(safetensors_header(entries, metadata))
         for tensor in tensors.values():
@@ -103,8 +106,8 @@ def _assembled(kind: type[Stats], plain: dict[str, Any], tensors: dict[str, Tens
         raise ValueError(f"nobody asked for {', '.join(sorted(left))}")
     for name, value in values.items():
         for tensor in value if isinstance(value, tuple) else (value,):
-            if isinstance(tensor, Tensor) and (tensor.dtype != torch.float64 or not torch.isfinite(tensor).all()):
-                raise ValueError(f"{name} is not of finite float64 numbers")
+            if isinstance(tensor, Tensor) and (tensor.dtype not in _DTYPES or not torch.isfinite(tensor).all()):
+                raise ValueError(f"{name} is not of finite numbers in a known precision")
     return kind(**values)
 
 
@@ -142,14 +145,16 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """The numbers of a tensor as float64, little-endian, for writing and hashing."""
-    return tensor.detach().to("cpu", torch.float64).contiguous().numpy().astype("<f8", copy=False)
+    """The numbers of a tensor, little-endian, for writing and hashing."""
+    numbers = tensor.detach().cpu().contiguous().numpy()
+    return numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
 
 
 def _hash(tensors: dict[str, Tensor], plain: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(plain, sort_keys=True).encode())
     for name, tensor in tensors.items():
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        width = "" if tensor.dtype == torch.float64 else f" {_DTYPES[tensor.dtype]}"
+        digest.update(f"{name} {tuple(tensor.shape)}{width}".encode())
         digest.update(_bytes(tensor))
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""The storage form of graded latents: codes of channels at widths of their own, on a basis that belongs to the model."""
+"""The storage form of graded latents: codes at a width per channel, on a basis that belongs to the model."""
 
 from __future__ import annotations
 

@@ -52,6 +52,9 @@ __all__ = [
 ]
 
 _WINDOW_LENGTH, _WINDOWS_AT_MOST = 2048, 16
+_CROWDED = 8
+"""Outliers crowd in a few layers: one may take so many times its share of them."""
+
 _DRIFTED = 2.0
 """Errors that cost this many times what calibration predicts are reported as drift of the text."""
 
@@ -111,15 +114,17 @@ class GradedPlan:
     Attributes:
         layouts: per layer slot and kind (keys 0, values 1).
         predicted: what the errors of one token cost by calibration, likewise.
-        outliers: exact tokens that the plan has set bytes aside for, per layer and kind.
+        outliers: exact tokens that the plan has set bytes aside for, all layers, keys and values together.
+        most: of these, so many at most in one layer's keys or values.
         filling: the allocation.
     """
 
     def __init__(
         self, layouts: dict[tuple[int, int], ChannelLayout], predicted: dict[tuple[int, int], float],
-        outliers: int, filling: Filling,
+        outliers: int, most: int, filling: Filling,
     ) -> None:  # fmt: skip
-        self.layouts, self.predicted, self.outliers, self.filling = layouts, predicted, outliers, filling
+        self.layouts, self.predicted = layouts, predicted
+        self.outliers, self.most, self.filling = outliers, most, filling
 
 
 def plan_widths(
@@ -136,12 +141,12 @@ def plan_widths(
     Raises:
         BudgetError: the outliers alone exceed the budget.
     """
-    outliers = math.ceil(config.outliers * tokens)
     every = [table for pair in tables for table in pair]
-    kept_exact = sum(outlier_bytes(outliers, table.basis.features) for table in every)
+    outliers = math.ceil(config.outliers * tokens * len(every))
+    kept_exact = outlier_bytes(outliers, every[0].basis.features)
     if kept_exact > budget:
         raise BudgetError(
-            f"{budget} bytes are left for {tokens} tokens, and {outliers} outliers per layer take {kept_exact}. "
+            f"{budget} bytes are left for {tokens} tokens, and {outliers} exact outliers take {kept_exact}. "
             "Lower outliers or the ratio, or code more tokens together."
         )
     offers = [_offer(table, tokens, config) for table in every]
@@ -155,7 +160,7 @@ def plan_widths(
         layouts[divmod(index, 2)] = layout_of(chosen, config.run, table.basis.features)
         predicted[divmod(index, 2)] = float(spent[runs].sum())
         at = runs.stop
-    return GradedPlan(layouts, predicted, outliers, filling)
+    return GradedPlan(layouts, predicted, outliers, math.ceil(_CROWDED * config.outliers * tokens), filling)
 
 
 def _offer(table: ChannelTable, tokens: int, config: GradedConfig) -> tuple[FloatArray, IntArray]:
@@ -225,6 +230,7 @@ class GradedCache(BudgetedCache):
         self._bases = bases_of(stats, pre_rope=config.pre_rope, kv_heads=shape.kv_heads)
         self._plans: dict[tuple[int, int], GradedPlan] = {}
         self._found: list[tuple[Cell, Tensor, float]] = []
+        self._spare: dict[tuple[int, int], int] = {}  # outliers that a row's stretch may still have
 
     # ---- bytes -------------------------------------------------------------------------------------------------
 
@@ -274,7 +280,10 @@ class GradedCache(BudgetedCache):
         place = (cell.layers[0], cell.kind)
         x = take_off(raw, cell, self.rope)
         layout = plan.layouts[place]
-        made = encode_graded(x, self._bases[place], layout, plan.outliers)
+        where = (cell.span.row, cell.span.place)
+        left = self._spare.get(where, plan.outliers)
+        made = encode_graded(x, self._bases[place], layout, plan.predicted[place], min(plan.most, left))
+        self._spare[where] = left - len(made.block.outlier_at)
         coded_tokens = made.block.tokens - len(made.block.outlier_at)
         self._found.append((cell, made.cost, plan.predicted[place] * coded_tokens))
         energy = torch.linalg.vector_norm(x, dtype=torch.float64) ** 2
@@ -282,7 +291,7 @@ class GradedCache(BudgetedCache):
 
     def _start_anew(self) -> None:
         super()._start_anew()
-        self._found = []
+        self._found, self._spare = [], {}
 
     # ---- what the text did to the plan ---------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ class GradedConfig(JsonConfig):
         sinks: first tokens kept exact, and charged.
         window: last prefilled tokens kept exact, and charged.
         seal: tokens after the prefill that are coded together under the same ratio; None keeps them exact.
-        outliers: share of tokens per layer, keys and values apart, that may be kept exact because they lie outside the
+        outliers: share of tokens, over all layers, keys and values, that may be kept exact because they lie outside the
             levels of the others; the bytes are set aside, and the report says how many were.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -16,7 +17,9 @@ from kvslim.quantizing.channels import ChannelLayout
 
 _HALF_RANGE = 6e4
 OUTLYING = 20.0
-"""A token is an outlier if its error costs more than this many times the median token's."""
+"""How many times a token's expected cost its clipping must cost to make it an outlier."""
+
+_ROOT = math.sqrt(math.pi / 2)
 
 
 def outlier_bytes(count: int, features: int) -> int:
@@ -180,50 +183,48 @@ class GradedCoded:
     cost: Tensor
 
 
-def encode_graded(x: Tensor, basis: GradedBasis, layout: ChannelLayout, outliers: int) -> GradedCoded:
-    """Code ``(kv_heads, tokens, head_dim)``, keeping at most ``outliers`` tokens exact.
+def encode_graded(x: Tensor, basis: GradedBasis, layout: ChannelLayout, expected: float, most: int) -> GradedCoded:
+    """Code ``(kv_heads, tokens, head_dim)``, keeping outliers exact.
 
-    An outlier is a token whose error costs more than twenty times the median token's: such tokens (attention sinks
-    that form late) lie outside the levels of the others, and attention looks at them.
+    Args:
+        x: keys or values of one layer.
+        basis: their channels.
+        layout: widths.
+        expected: what the errors of one token cost by calibration.
+        most: so many outliers at most; the worst are kept.
     """
     latents = basis.latents(x)
     kept = torch.tensor(layout.kept, dtype=torch.long, device=x.device)
-    ordered = latents[:, kept]
-    codes, scales = channels.encode(ordered, layout)
-    at = _outlying(ordered, codes, scales, layout, basis.costs(x.device)[kept], outliers)
-    if len(at):
-        rest = torch.ones(len(latents), dtype=torch.bool, device=x.device)
-        rest[at] = False
-        inner, scales = channels.encode(ordered[rest], layout)
-        codes[rest] = inner
-        codes[at] = 0
+    ordered, costs = latents[:, kept], basis.costs(x.device)
+    at = outlying(ordered, layout, costs[kept], expected, most)
+    inner = torch.ones(len(latents), dtype=torch.bool, device=x.device)
+    inner[at] = False
+    codes = torch.zeros(len(latents), layout.row_bytes, dtype=torch.uint8, device=x.device)
+    codes[inner], scales = channels.encode(ordered[inner], layout)
     flat = x.transpose(0, 1).flatten(1)[at]
     fits = not flat.numel() or float(flat.abs().max()) < _HALF_RANGE
     block = GradedBlock(
         codes, scales, at.to(torch.int32), flat.to(torch.float16 if fits else torch.bfloat16), layout, basis
     )
-    gap = block.decode(0) - x
-    lost = torch.linalg.vector_norm(gap, dtype=torch.float64) ** 2
-    return GradedCoded(block, lost, _cost(latents, ordered, block, basis))
+    lost = torch.linalg.vector_norm(block.decode(0) - x, dtype=torch.float64) ** 2
+    missed = latents[inner].square().sum(0)
+    missed[kept] = (channels.decode(codes[inner], scales, layout) - ordered[inner]).square().sum(0)
+    return GradedCoded(block, lost, (missed.double() @ costs.double()).reshape(()))
 
 
-def _outlying(
-    ordered: Tensor, codes: Tensor, scales: Tensor, layout: ChannelLayout, costs: Tensor, most: int
-) -> Tensor:
-    """The tokens to keep exact, rising."""
+def outlying(ordered: Tensor, layout: ChannelLayout, costs: Tensor, expected: float, most: int) -> Tensor:
+    """The tokens of ``(tokens, kept)`` latents to keep exact, rising.
+
+    An outlier is a token that the outermost levels cut off so far that this alone costs twenty times what a token is
+    expected to. About there the bytes of an exact token buy more than wider codes for all. Attention sinks that form
+    late are such tokens: they lie far from all others, and attention looks at them.
+    """
     if not most or not ordered.numel():
         return torch.zeros(0, dtype=torch.long, device=ordered.device)
-    errors = (channels.decode(codes, scales, layout) - ordered).square() @ costs
-    worst = errors.topk(min(most, len(errors))).indices
-    return worst[errors[worst] > OUTLYING * errors.median()].sort().values
-
-
-def _cost(latents: Tensor, ordered: Tensor, block: GradedBlock, basis: GradedBasis) -> Tensor:
-    costs = basis.costs(latents.device)
-    kept = torch.tensor(block.layout.kept, dtype=torch.long, device=latents.device)
-    found = channels.decode(block.codes, block.scales, block.layout)
-    coded = torch.ones(len(latents), dtype=torch.bool, device=latents.device)
-    coded[block.outlier_at.long()] = False
-    missed = latents[coded].square().sum(0)
-    missed[kept] = (found - ordered)[coded].square().sum(0)
-    return (missed.double() @ costs.double()).reshape(())
+    reach = torch.empty_like(costs)
+    for width, columns, _ in layout.parts:
+        reach[columns] = channels.outermost(width)
+    reach = reach * ordered.abs().mean(0) * _ROOT  # the deviation from the mean magnitude, which outliers sway less
+    excess = (ordered.abs() - reach).clamp_min_(0).square() @ costs
+    worst = excess.topk(min(most, len(excess))).indices
+    return worst[excess[worst] > OUTLYING * expected].sort().values

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvslim.attending.families import kv_shape_of
 from kvslim.attending.layout import compressible_layers
-from kvslim.caching.graded_block import OUTLYING, GradedBasis
+from kvslim.caching.graded_block import GradedBasis, outlying
 from kvslim.calibrating.cached_moments import (
     CachedMoments,
     Moments,
@@ -31,7 +31,8 @@ from kvslim.checkpointing.fingerprint import ModelIdentity, identity_of
 from kvslim.config import JsonConfig, is_count
 from kvslim.decomposing.channel_basis import METRICS, ChannelBasis, Metric, channel_basis
 from kvslim.errors import CacheStateError, CalibrationError, CheckpointError, ConfigError
-from kvslim.quantizing.channels import WIDTHS, curve, decode, encode, layout_of
+from kvslim.quantizing.channels import WIDTHS, curve, layout_of
+from kvslim.quantizing.codebook import gaussian_levels, gaussian_mse
 from kvslim.types import KVShape
 
 if TYPE_CHECKING:
@@ -307,8 +308,10 @@ def _measure_curves(
 def _channel_errors(latents: Tensor, costs: Tensor) -> Tensor:
     """``(features, 9)`` float64 squared errors, outlying tokens left out as the cache leaves them out."""
     whole = layout_of([_CURVE_WIDTH], latents.shape[1], latents.shape[1])
-    errors = (decode(*encode(latents, whole), whole) - latents).square() @ costs
-    return curve(latents[errors <= OUTLYING * errors.median()], WIDTHS).double()
+    expected = float(costs.sum()) * gaussian_mse(gaussian_levels(_CURVE_WIDTH))
+    inner = torch.ones(len(latents), dtype=torch.bool, device=latents.device)
+    inner[outlying(latents, whole, costs, expected, len(latents))] = False
+    return curve(latents[inner], WIDTHS).double()
 
 
 def _relative(errors: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ def calibrate(
     settings: GradedCalibration | None = None,
     *,
     windows: int | None = None,
+    at_most: int = _WINDOWS_AT_MOST,
     length: int = _WINDOW_LENGTH,
     prepend_bos: bool | None = None,
     **options: Any,
@@ -78,7 +79,8 @@ def calibrate(
         texts: a text, several, rows, a mapping of names to these (domains in equal parts), or token windows
             ``(windows, length)``; None takes a default mix of domains.
         settings: see :class:`~kvslim.calibrating.graded_stats.GradedCalibration`; keyword ``options`` of it build one.
-        windows: how many windows; as many as fit, at most 16, unless given.
+        windows: how many windows there must be; as many as fit unless given.
+        at_most: then at most this many.
         length: tokens per window.
         prepend_bos: start each window with the beginning token; by default as the tokenizer itself does with a text.
         **options: ``progress`` is called with (what, done, in all); ``origin`` describes the text.
@@ -98,7 +100,7 @@ def calibrate(
         texts, passed["origin"] = {part.name: part.text for part in mix}, passed.get("origin") or origin_of(mix)
     if prepend_bos is None:
         prepend_bos = _begins_with_bos(tokenizer)
-    ids = windows_of(tokenizer, texts, length, windows, prepend_bos, _WINDOWS_AT_MOST)
+    ids = windows_of(tokenizer, texts, length, windows, prepend_bos, at_most)
     return calibrate_graded(model, ids, settings, **passed)
 
 

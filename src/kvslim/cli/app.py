@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvslim.cli import compressing, evaluating, generating, needle, recovering, sessions
+from kvslim.cli import calibrating, compressing, evaluating, generating, needle, recovering, sessions
 from kvslim.cli.common import CleanErrors
 
 app = typer.Typer(
@@ -33,6 +33,10 @@ _EXAMPLES: dict[str, tuple[str, ...]] = {
         "kvslim eval default --methods none,int8,rot4,jolt-3x --text wiki.txt --out results.json --plot",
         "kvslim eval org/model --methods none,palu-30,palu-50:spectral:gs4 --text test.txt --calibration train.txt",
     ),
+    "calibrate": (
+        "kvslim calibrate default -o smollm2.stats.safetensors",
+        "kvslim calibrate org/model -o stats.safetensors --calibration train.txt --calibration code.jsonl",
+    ),
     "compress": (
         "kvslim compress default -o smollm2-palu30 --rate 0.3",
         "kvslim compress org/model -o slim --rate 0.5 --group-size 4 --ranks fisher --calibration train.txt",
@@ -44,6 +48,7 @@ _EXAMPLES: dict[str, tuple[str, ...]] = {
     "generate": (
         'kvslim generate default --prompt "What is a KV cache?" --cache none',
         'kvslim generate default --prompt-file report.txt --prompt "Sum this up." --cache jolt --ratio 4',
+        'kvslim generate default --prompt "What is a KV cache?" --cache graded --stats smollm2.stats.safetensors',
     ),
     "needle": (
         "kvslim needle default --methods none,jolt-2x,jolt-3x --text novel.txt --out needle.json",
@@ -57,6 +62,7 @@ _EXAMPLES: dict[str, tuple[str, ...]] = {
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": evaluating.demo,
+    "calibrate": calibrating.calibrate,
     "compress": compressing.compress,
     "recover": recovering.recover,
     "generate": generating.generate,

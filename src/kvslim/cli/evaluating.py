@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from kvslim.evaluating.compare import MethodResult
     from kvslim.evaluating.continuation import Steps
 
-_CALIBRATION = Annotated[Path | None, typer.Option(help="Text that Palu is calibrated on; must not be the test text.")]
+_CALIBRATION = Annotated[
+    Path | None, typer.Option(help="Text that Palu and graded caches are calibrated on; not the test text.")
+]
 
 
 def demo(
@@ -83,6 +85,7 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
     methods: Annotated[str, typer.Option(help="Comma-separated method names, see below.")] = "none,int8,int4,jolt-3x",
     text: TextFile = None,
     calibration: _CALIBRATION = None,
+    stats: Annotated[Path | None, typer.Option(help="Statistics for graded caches, of kvslim calibrate.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens prefilled and compressed per window.")] = 2048,
     score: Annotated[int, typer.Option(help="Tokens scored through the compressed cache.")] = 256,
     windows: Annotated[int, typer.Option(help="Windows, spread evenly over the text.")] = 12,
@@ -91,7 +94,7 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
     bos: Annotated[bool, typer.Option("--bos", help="Start each window with the beginning-of-text token.")] = False,
     stepwise: Annotated[bool, typer.Option("--stepwise", help="Feed the scored tokens one by one.")] = False,
     one_pass: Annotated[bool, typer.Option("--one-pass", help="Add one-pass perplexity for none and Palu.")] = False,
-    calibration_windows: Annotated[int, typer.Option(help="Calibration windows for Palu.")] = 16,
+    calibration_windows: Annotated[int, typer.Option(help="Windows to calibrate on.")] = 16,
     calibration_length: Annotated[int, typer.Option(help="Tokens of each of them.")] = 2048,
     dtype: DType = "float32",
     device: Device = "cpu",
@@ -100,14 +103,16 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
 
     Methods: none; int8 … int2 (per token); rot6 … rot2 (rotated, Lloyd-Max levels); jolt-3x, jolt-2.5x:post-rope,
     jolt-4x:bits=0/2/3/4:window=64, jolt-4x:paper, jolt-3x:uniform, jolt-3x:no-backbone, jolt-3x:gram; palu-30 (percent
-    of channels removed), palu-50:fisher, palu-50:spectral:loss-aware, palu-30:gs1, palu-30:svd.
+    of channels removed), palu-50:fisher, palu-50:spectral:loss-aware, palu-30:gs1, palu-30:svd; graded-4x,
+    graded-4x:speed, graded-3x:energy, graded-4x:gs1.
     """
+    from kvslim.calibrating.graded_stats import GradedStats
     from kvslim.evaluating.evaluation import EvalConfig, evaluate
     from kvslim.evaluating.methods import check_methods, parse_methods
     from kvslim.evaluating.texts import check_apart, read_text
 
     chosen = parse_methods(methods)
-    check_methods(chosen, calibrated=calibration is not None)
+    check_methods(chosen, calibrated=calibration is not None or stats is not None)
     steps: Steps = "token" if stepwise else "block"
     config = EvalConfig(tokens, score, steps, windows, bos, one_pass, calibration_windows, calibration_length)
     weights = dtype_of(dtype)
@@ -116,10 +121,13 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
     other = None if calibration is None else read_text(calibration)
     check_apart(source, other)
     _check_out(out, plot)
+    sidecar = None if stats is None else GradedStats.load(stats)
 
     loaded, tokenizer = load_model(model, weights, device)
     with progress_lines() as progress:
-        results = evaluate(loaded, tokenizer, model, chosen, config, text=source, calibration=other, progress=progress)
+        results = evaluate(
+            loaded, tokenizer, model, chosen, config, text=source, calibration=other, stats=sidecar, progress=progress
+        )
     Console().print(results.table())
     if out is not None:
         results.save(out)

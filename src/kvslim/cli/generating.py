@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,12 +16,21 @@ if TYPE_CHECKING:
     from kvslim.evaluating.methods import CacheMethod
 
 
-def generate(
+_RATIOS = {"jolt": 3, "graded": 4}
+"""Ratios where none is given."""
+
+
+def generate(  # noqa: PLR0913, PLR0917  # each option of the command is a parameter
     model: ModelName,
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file put in front of the prompt.")] = None,
-    cache: Annotated[str, typer.Option(help="none, jolt, int8 … int2, rot6 … rot2, or a full method name.")] = "jolt",
-    ratio: Annotated[float | None, typer.Option(help="For jolt: bf16 over compressed bytes. [default: 3]")] = None,
+    cache: Annotated[
+        str, typer.Option(help="none, jolt, graded, int8 … int2, rot6 … rot2, or a full method name.")
+    ] = "jolt",
+    ratio: Annotated[
+        float | None, typer.Option(help="For jolt and graded: bf16 over compressed bytes. [default: 3; 4 for graded]")
+    ] = None,
+    stats: Annotated[Path | None, typer.Option(help="For graded: statistics of kvslim calibrate.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer, at most.")] = 128,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")] = False,
     dtype: DType = "bfloat16",
@@ -32,7 +42,7 @@ def generate(
     """
     from kvslim.evaluating.texts import read_text
 
-    method = cache_method(cache, ratio)
+    method = cache_method(cache, ratio, stats)
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens is at least 1, not {max_new_tokens}.")
     parts = [read_text(prompt_file).text] if prompt_file is not None else []
@@ -50,20 +60,31 @@ def generate(
     typer.echo(f"\n{_report(store)}", err=True)
 
 
-def cache_method(cache: str, ratio: float | None) -> CacheMethod:
-    """The method that ``--cache`` and ``--ratio`` name.
+def cache_method(cache: str, ratio: float | None, stats: Path | None = None) -> CacheMethod:
+    """The method that ``--cache``, ``--ratio`` and ``--stats`` name.
 
     Raises:
-        ConfigError: no such method, one that is no cache, or a ratio where there is none to choose.
+        ConfigError: no such method, one that is no cache, a ratio where there is none to choose, or statistics that
+            are missing or not asked for.
+        ModelSourceError, CheckpointError: the statistics cannot be read.
     """
+    from kvslim.calibrating.graded_stats import GradedStats
+    from kvslim.evaluating.graded_methods import Graded
     from kvslim.evaluating.methods import CacheMethod, parse_method
 
     name = cache
-    if found := re.fullmatch("jolt(:.*)?", cache):
-        name = f"jolt-{3 if ratio is None else ratio:g}x{found[1] or ''}"
+    if found := re.fullmatch("(jolt|graded)(:.*)?", cache):
+        chosen = _RATIOS[found[1]] if ratio is None else ratio
+        name = f"{found[1]}-{chosen:g}x{found[2] or ''}"
     elif ratio is not None:
-        raise ConfigError(f"--ratio goes with --cache jolt; {cache!r} has a ratio of its own.")
+        raise ConfigError(f"--ratio goes with --cache jolt or graded; {cache!r} has a ratio of its own.")
     method = parse_method(name)
+    if isinstance(method, Graded):
+        if stats is None:
+            raise ConfigError(f"{cache!r} needs statistics: kvslim calibrate MODEL -o FILE, then --stats FILE.")
+        return replace(method, stats=GradedStats.load(stats))
+    if stats is not None:
+        raise ConfigError(f"--stats goes with --cache graded; {cache!r} needs none.")
     if not isinstance(method, CacheMethod):
         raise ConfigError(f"{cache!r} changes the model, not the cache: make the model first, with kvslim compress.")
     return method

@@ -10,6 +10,7 @@ from kvslim.config import JsonConfig
 from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import Progress, compare, palu_variants, with_one_pass
 from kvslim.evaluating.continuation import ContinuationConfig, Steps
+from kvslim.evaluating.graded_methods import bind
 from kvslim.evaluating.methods import Method, check_methods
 from kvslim.evaluating.results import EvalResults, ModelFingerprint
 from kvslim.evaluating.texts import TextSource, check_apart, python_topics
@@ -17,6 +18,8 @@ from kvslim.evaluating.windows import bos_token, evenly_spaced_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from kvslim.calibrating.graded_stats import GradedStats
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class EvalConfig(JsonConfig):
         windows: test windows, spread evenly over the text.
         bos: start every window with the tokenizer's beginning-of-text token.
         one_pass: add the one-pass perplexity over the test windows, for the uncompressed model and Palu.
-        calibration_windows: windows to calibrate Palu on.
+        calibration_windows: windows to calibrate Palu and graded caches on.
         calibration_length: tokens of each.
     """
 
@@ -60,6 +63,7 @@ def evaluate(
     *,
     text: TextSource | None = None,
     calibration: TextSource | None = None,
+    stats: GradedStats | None = None,
     progress: Progress | None = None,
 ) -> EvalResults:
     """Measure ``methods`` on ``text``; the model is left as it was.
@@ -71,7 +75,8 @@ def evaluate(
         methods: what to measure.
         config: how much.
         text: test text; ``None`` takes Python's reference topics.
-        calibration: other text that Palu is calibrated on.
+        calibration: other text that Palu and graded caches are calibrated on.
+        stats: statistics for graded caches that are there already; they are not compared with the test text.
         progress: called with what is done, steps done, steps in all.
 
     Raises:
@@ -79,7 +84,7 @@ def evaluate(
             there is no beginning-of-text token.
         UnsupportedModelError, BudgetError, NonFiniteError: of the model and the methods.
     """
-    check_methods(methods, calibrated=calibration is not None)
+    check_methods(methods, calibrated=calibration is not None or stats is not None)
     check_apart(text, calibration)
     bos = bos_token(tokenizer) if config.bos else None
     protocol = config.continuation
@@ -88,13 +93,22 @@ def evaluate(
     count, length = config.calibration_windows, config.calibration_length
     learned = evenly_spaced_windows(calibration.tokens(tokenizer), count, length, bos) if calibration else None
     variants = palu_variants(model, methods, learned, progress)
+    methods = bind(model, methods, learned, progress, stats)
     measured = compare(model, methods, windows, protocol, variants=variants, progress=progress)
     if config.one_pass:
         measured = with_one_pass(model, measured, windows, variants)
     return EvalResults(
         model=ModelFingerprint.of(name, model),
         text=text.origin,
-        calibration=f"{calibration.origin}: {count} windows of {length} tokens" if calibration else None,
+        calibration=_origin(calibration, stats, f"{count} windows of {length} tokens"),
         settings=config.to_dict(),
         methods=tuple(measured),
     )
+
+
+def _origin(calibration: TextSource | None, stats: GradedStats | None, amount: str) -> str | None:
+    """What the methods were calibrated on, in words."""
+    parts = [f"{calibration.origin}: {amount}"] if calibration else []
+    if stats is not None:
+        parts.append(f"graded statistics of {stats.tables.tokens} tokens: {stats.origin or 'origin unknown'}")
+    return "; ".join(parts) or None

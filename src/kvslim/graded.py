@@ -25,8 +25,8 @@ from kvslim.allocating.water_filling import Filling, FloatArray, IntArray, fill
 from kvslim.attending.families import rope_of, text_config
 from kvslim.attending.layout import compressible_layers
 from kvslim.caching.budgeted import BudgetedCache
-from kvslim.caching.cells import Cell, Coded, take_off
-from kvslim.caching.graded_block import GradedBasis, encode_graded, outlier_bytes
+from kvslim.caching.cells import Cell, Coded, gather, take_off
+from kvslim.caching.graded_block import GradedBasis, clipping, encode_graded, outlier_bytes
 from kvslim.caching.report import CacheReport, stretch_header_bytes
 from kvslim.calibrating.corpora import default_mix, origin_of
 from kvslim.calibrating.graded_stats import ChannelTable, GradedCalibration, GradedStats, calibrate_graded
@@ -52,9 +52,6 @@ __all__ = [
 ]
 
 _WINDOW_LENGTH, _WINDOWS_AT_MOST = 2048, 16
-_CROWDED = 8
-"""Outliers crowd in a few layers: one may take so many times its share of them."""
-
 _DRIFTED = 2.0
 """Errors that cost this many times what calibration predicts are reported as drift of the text."""
 
@@ -117,16 +114,16 @@ class GradedPlan:
         layouts: per layer slot and kind (keys 0, values 1).
         predicted: what the errors of one token cost by calibration, likewise.
         outliers: exact tokens that the plan has set bytes aside for, all layers, keys and values together.
-        most: of these, so many at most in one layer's keys or values.
+        worth: what an exact token must save to be worth its bytes at the price of all others.
         filling: the allocation.
     """
 
     def __init__(
         self, layouts: dict[tuple[int, int], ChannelLayout], predicted: dict[tuple[int, int], float],
-        outliers: int, most: int, filling: Filling,
+        outliers: int, worth: float, filling: Filling,
     ) -> None:  # fmt: skip
         self.layouts, self.predicted = layouts, predicted
-        self.outliers, self.most, self.filling = outliers, most, filling
+        self.outliers, self.worth, self.filling = outliers, worth, filling
 
 
 def plan_widths(
@@ -162,7 +159,8 @@ def plan_widths(
         layouts[divmod(index, 2)] = layout_of(chosen, config.run, table.basis.features)
         predicted[divmod(index, 2)] = float(spent[runs].sum())
         at = runs.stop
-    return GradedPlan(layouts, predicted, outliers, math.ceil(_CROWDED * config.outliers * tokens), filling)
+    worth = filling.price * tokens * 8 * outlier_bytes(1, every[0].basis.features)
+    return GradedPlan(layouts, predicted, outliers, worth, filling)
 
 
 def _offer(table: ChannelTable, tokens: int, config: GradedConfig) -> tuple[FloatArray, IntArray]:
@@ -232,7 +230,6 @@ class GradedCache(BudgetedCache):
         self._bases = bases_of(stats, pre_rope=config.pre_rope, kv_heads=shape.kv_heads)
         self._plans: dict[tuple[int, int], GradedPlan] = {}
         self._found: list[tuple[Cell, Tensor, float]] = []
-        self._spare: dict[tuple[int, int], int] = {}  # outliers that a row's stretch may still have
 
     # ---- bytes -------------------------------------------------------------------------------------------------
 
@@ -254,7 +251,7 @@ class GradedCache(BudgetedCache):
             row: self._plan_of(span.tokens, self._budget(row, span.row_tokens, all_tokens, 0))
             for row, span in rows.items()
         }
-        return {cell: plans[cell.span.row] for cell in cells}
+        return self._with_outliers(cells, plans)
 
     def _plan_seal(self, cells: list[Cell]) -> dict[Cell, Any]:
         """Later tokens under the same ratio, in a layout of their own: scales weigh more in a short stretch."""
@@ -269,7 +266,27 @@ class GradedCache(BudgetedCache):
                     "Seal more tokens together, or lower the ratio."
                 )
             plans[row] = self._plan_of(span.tokens, allowed - header)
-        return {cell: plans[cell.span.row] for cell in cells}
+        return self._with_outliers(cells, plans)
+
+    def _with_outliers(self, cells: list[Cell], plans: dict[int, GradedPlan]) -> dict[Cell, Any]:
+        """Each cell's plan and the tokens to keep exact: those of a row for which clipping costs most."""
+        chosen: dict[Cell, Any] = {}
+        for row, plan in plans.items():
+            own = [cell for cell in cells if cell.span.row == row]
+            costs = torch.stack([self._clipping(cell, plan).cpu() for cell in own])
+            worst = costs.flatten().topk(min(plan.outliers, costs.numel()))
+            exact = torch.zeros(costs.numel(), dtype=torch.bool)
+            exact[worst.indices[worst.values > plan.worth]] = True
+            for cell, part in zip(own, exact.view(costs.shape), strict=True):
+                device = self.compressible[cell.layers[0]].keys.device
+                chosen[cell] = (plan, part.nonzero().flatten().to(device))
+        return chosen
+
+    def _clipping(self, cell: Cell, plan: GradedPlan) -> Tensor:
+        place = (cell.layers[0], cell.kind)
+        basis = self._bases[place]
+        x = take_off(gather(self.compressible, cell), cell, self.rope)
+        return clipping(basis.latents(x), plan.layouts[place], basis.costs(x.device))
 
     def _plan_of(self, tokens: int, budget: int) -> GradedPlan:
         if (tokens, budget) not in self._plans:
@@ -278,22 +295,20 @@ class GradedCache(BudgetedCache):
 
     # ---- carrying plans out --------------------------------------------------------------------------------------
 
-    def _encode_cell(self, cell: Cell, raw: Tensor, plan: GradedPlan) -> Coded:
+    def _encode_cell(self, cell: Cell, raw: Tensor, plan: tuple[GradedPlan, Tensor]) -> Coded:
+        widths, at = plan
         place = (cell.layers[0], cell.kind)
         x = take_off(raw, cell, self.rope)
-        layout = plan.layouts[place]
-        where = (cell.span.row, cell.span.place)
-        left = self._spare.get(where, plan.outliers)
-        made = encode_graded(x, self._bases[place], layout, plan.predicted[place], min(plan.most, left))
-        self._spare[where] = left - len(made.block.outlier_at)
+        layout = widths.layouts[place]
+        made = encode_graded(x, self._bases[place], layout, at)
         coded_tokens = made.block.tokens - len(made.block.outlier_at)
-        self._found.append((cell, made.cost, plan.predicted[place] * coded_tokens))
+        self._found.append((cell, made.cost, widths.predicted[place] * coded_tokens))
         energy = torch.linalg.vector_norm(x, dtype=torch.float64) ** 2
         return Coded(cell, made.block, _words(layout, len(made.block.outlier_at)), energy, made.lost)
 
     def _start_anew(self) -> None:
         super()._start_anew()
-        self._found, self._spare = [], {}
+        self._found = []
 
     # ---- what the text did to the plan ---------------------------------------------------------------------------
 

@@ -16,9 +16,6 @@ from kvslim.quantizing import channels
 from kvslim.quantizing.channels import ChannelLayout
 
 _HALF_RANGE = 6e4
-OUTLYING = 20.0
-"""How many times a token's expected cost its clipping must cost to make it an outlier."""
-
 _ROOT = math.sqrt(math.pi / 2)
 
 
@@ -80,7 +77,8 @@ class GradedBasis:
 
     def spread(self, flat: Tensor) -> Tensor:
         """``(tokens, features)`` as ``(kv_heads, tokens, head_dim)``."""
-        return flat.view(flat.shape[0], self.kv_heads, -1).transpose(0, 1)
+        tokens, features = flat.shape
+        return flat.view(tokens, self.kv_heads, features // self.kv_heads).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ class GradedBlock:
 
     def _by_head(self, device: torch.device) -> Tensor:
         decoder = self.basis.decoder(self.layout, device)
-        return decoder.view(decoder.shape[0], self.basis.kv_heads, -1)
+        return self.basis.spread(decoder).transpose(0, 1)
 
     def _outliers(self, start: int, stop: int | None) -> tuple[Tensor, Tensor]:
         """Places relative to ``start`` and rows ``(n, features)`` float32 of the outliers between two tokens."""
@@ -183,20 +181,11 @@ class GradedCoded:
     cost: Tensor
 
 
-def encode_graded(x: Tensor, basis: GradedBasis, layout: ChannelLayout, expected: float, most: int) -> GradedCoded:
-    """Code ``(kv_heads, tokens, head_dim)``, keeping outliers exact.
-
-    Args:
-        x: keys or values of one layer.
-        basis: their channels.
-        layout: widths.
-        expected: what the errors of one token cost by calibration.
-        most: so many outliers at most; the worst are kept.
-    """
+def encode_graded(x: Tensor, basis: GradedBasis, layout: ChannelLayout, at: Tensor) -> GradedCoded:
+    """Code ``(kv_heads, tokens, head_dim)`` and keep the tokens ``at`` (int64, rising) exact."""
     latents = basis.latents(x)
     kept = torch.tensor(layout.kept, dtype=torch.long, device=x.device)
     ordered, costs = latents[:, kept], basis.costs(x.device)
-    at = outlying(ordered, layout, costs[kept], expected, most)
     inner = torch.ones(len(latents), dtype=torch.bool, device=x.device)
     inner[at] = False
     codes = torch.zeros(len(latents), layout.row_bytes, dtype=torch.uint8, device=x.device)
@@ -212,19 +201,24 @@ def encode_graded(x: Tensor, basis: GradedBasis, layout: ChannelLayout, expected
     return GradedCoded(block, lost, (missed.double() @ costs.double()).reshape(()))
 
 
-def outlying(ordered: Tensor, layout: ChannelLayout, costs: Tensor, expected: float, most: int) -> Tensor:
-    """The tokens of ``(tokens, kept)`` latents to keep exact, rising.
+def clipping(latents: Tensor, layout: ChannelLayout, costs: Tensor) -> Tensor:
+    """What each token's part beyond the outermost levels costs: ``(tokens,)``.
 
-    An outlier is a token that the outermost levels cut off so far that this alone costs twenty times what a token is
-    expected to. About there the bytes of an exact token buy more than wider codes for all. Attention sinks that form
-    late are such tokens: they lie far from all others, and attention looks at them.
+    Attention sinks that form late in a text lie far from all other tokens, and attention looks at them. What clipping
+    does to them is not what the measured curves of the channels say.
+
+    Args:
+        latents: ``(tokens, features)`` of unit deviation over calibration.
+        layout: widths.
+        costs: ``(features,)``.
     """
-    if not most or not ordered.numel():
-        return torch.zeros(0, dtype=torch.long, device=ordered.device)
-    reach = torch.empty_like(costs)
+    kept = torch.tensor(layout.kept, dtype=torch.long, device=latents.device)
+    size = latents[:, kept].abs()
+    reach = torch.empty_like(costs[kept])
     for width, columns, _ in layout.parts:
         reach[columns] = channels.outermost(width)
-    reach = reach * ordered.abs().mean(0) * _ROOT  # the deviation from the mean magnitude, which outliers sway less
-    excess = (ordered.abs() - reach).clamp_min_(0).square() @ costs
-    worst = excess.topk(min(most, len(excess))).indices
-    return worst[excess[worst] > OUTLYING * expected].sort().values
+    if not size.numel():
+        return size.new_zeros(len(latents))
+    reach = reach * size.mean(0) * _ROOT  # the deviation from the mean magnitude, which outliers sway less
+    excess: Tensor = (size - reach).clamp_min_(0).square() @ costs[kept]
+    return excess

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvslim.attending.families import kv_shape_of
 from kvslim.attending.layout import compressible_layers
-from kvslim.caching.graded_block import GradedBasis, outlying
+from kvslim.caching.graded_block import GradedBasis, clipping
 from kvslim.calibrating.cached_moments import (
     CachedMoments,
     Moments,
@@ -47,8 +47,8 @@ TOKENS_PER_CHANNEL = 4
 _CURVE_WINDOWS = 2
 """Windows on which quantization is measured."""
 
-_CURVE_WIDTH = 4
-"""Code width at which outlying tokens are told from the others while curves are measured."""
+_CURVE_WIDTH, _OUTLYING = 4, 20.0
+"""Curves are measured without the tokens whose clipping at this width costs so many times the expected error."""
 
 
 @dataclass(frozen=True)
@@ -309,9 +309,7 @@ def _channel_errors(latents: Tensor, costs: Tensor) -> Tensor:
     """``(features, 9)`` float64 squared errors, outlying tokens left out as the cache leaves them out."""
     whole = layout_of([_CURVE_WIDTH], latents.shape[1], latents.shape[1])
     expected = float(costs.sum()) * gaussian_mse(gaussian_levels(_CURVE_WIDTH))
-    inner = torch.ones(len(latents), dtype=torch.bool, device=latents.device)
-    inner[outlying(latents, whole, costs, expected, len(latents))] = False
-    return curve(latents[inner], WIDTHS).double()
+    return curve(latents[clipping(latents, whole, costs) <= _OUTLYING * expected], WIDTHS).double()
 
 
 def _relative(errors: Tensor) -> Tensor:

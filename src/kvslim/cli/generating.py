@@ -12,7 +12,7 @@ from kvslim.cli.common import Device, DType, ModelName, check_model_name, dtype_
 from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvslim.evaluating.methods import CacheMethod
+    from kvslim.evaluating.method_forms import CacheMethod
 
 
 def generate(
@@ -56,7 +56,8 @@ def cache_method(cache: str, ratio: float | None) -> CacheMethod:
     Raises:
         ConfigError: no such method, one that is no cache, or a ratio where there is none to choose.
     """
-    from kvslim.evaluating.methods import CacheMethod, parse_method
+    from kvslim.evaluating.method_forms import CacheMethod
+    from kvslim.evaluating.methods import parse_method
 
     name = cache
     if found := re.fullmatch("jolt(:.*)?", cache):
@@ -99,4 +100,5 @@ def _report(cache: Any) -> str:
 
     if hasattr(cache, "report"):
         return "\n".join(line for line in str(cache.report()).splitlines() if " B  error " not in line)
-    return f"uncompressed cache: {cache.get_seq_length()} tokens, {cache_bytes(cache) / 1e6:.2f} MB in bf16"
+    what = str(cache) if hasattr(cache, "nbytes") else "uncompressed cache"
+    return f"{what}: {cache.get_seq_length()} tokens, {cache_bytes(cache) / 1e6:.2f} MB in bf16"

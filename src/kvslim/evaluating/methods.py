@@ -3,53 +3,23 @@
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvslim.baselines import IntegerCache, RotatedCache
 from kvslim.errors import ConfigError
+from kvslim.evaluating.baseline_methods import BASELINE_FORMS
+from kvslim.evaluating.method_forms import CacheMethod, Method
+from kvslim.evaluating.method_forms import Form as _Form
+from kvslim.evaluating.method_forms import Option as _Option
+from kvslim.evaluating.method_forms import read_options as _options
 from kvslim.jolt import PAPER, JoltCache, JoltConfig
 from kvslim.palu import PaluConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
-
-
-@dataclass(frozen=True)
-class Method(ABC):
-    """One way to keep the cache.
-
-    Attributes:
-        name: as the user wrote it.
-    """
-
-    name: str
-
-    @property
-    @abstractmethod
-    def family(self) -> str:
-        """What plots and tables group by."""
-
-    @property
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Every setting as a JSON value, defaults included."""
-
-
-@dataclass(frozen=True)
-class CacheMethod(Method):
-    """A method that works on any model at run time."""
-
-    @abstractmethod
-    def make_cache(self, model: PreTrainedModel) -> Cache:
-        """An empty cache for ``model``.
-
-        Raises:
-            UnsupportedModelError: the model is of no supported family.
-        """
 
 
 @dataclass(frozen=True)
@@ -127,13 +97,6 @@ class Palu(Method):
         return self.config.needs_calibration
 
 
-@dataclass(frozen=True)
-class _Form:
-    pattern: re.Pattern[str]
-    example: str
-    build: Callable[[str, re.Match[str], list[str]], Method]
-
-
 def _per_token(name: str, found: re.Match[str], options: list[str]) -> Method:
     if options:
         raise ConfigError(f"{name!r}: {found[1]} takes no options.")
@@ -144,13 +107,6 @@ def _uncompressed(name: str, found: re.Match[str], options: list[str]) -> Method
     if options:
         raise ConfigError(f"{name!r}: none takes no options.")
     return Uncompressed(name)
-
-
-@dataclass(frozen=True)
-class _Option:
-    form: str
-    pattern: str
-    read: Callable[[str], dict[str, Any]]
 
 
 _SHARE = r"(0?\.\d+|1(?:\.0)?)"
@@ -194,18 +150,6 @@ _PALU_OPTIONS = (
 )
 
 
-def _options(name: str, options: list[str], known: tuple[_Option, ...]) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    for option in options:
-        matches = [(one, found) for one in known if (found := re.fullmatch(one.pattern, option))]
-        if not matches:
-            forms = ", ".join(one.form for one in known)
-            raise ConfigError(f"{name!r}: unknown option {option!r}. Known: {forms}.")
-        one, found = matches[0]
-        settings |= one.read(found[1] if found.re.groups else "")
-    return settings
-
-
 def _jolt(name: str, found: re.Match[str], options: list[str]) -> Method:
     return Jolt(name, JoltConfig(ratio=float(found[1]), **_options(name, options, _JOLT_OPTIONS)))
 
@@ -219,6 +163,7 @@ _FORMS = (
     _Form(re.compile("none"), "none", _uncompressed),
     _Form(re.compile("(int)([1-8])"), "int8, int4, int3, int2", _per_token),
     _Form(re.compile("(rot)([1-8])"), "rot6 … rot2", _per_token),
+    *BASELINE_FORMS,
     _Form(
         re.compile(f"jolt-{_NUMBER}x"),
         "jolt-3x, jolt-2.5x:post-rope, jolt-4x:paper, jolt-4x:bits=0/3/16:window=64",

@@ -63,10 +63,23 @@ class TransformersCache(QuantizedCache):  # type: ignore[misc,unused-ignore]  # 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append to layer ``layer_idx``; keys and values of everything cached, in the dtype they came in."""
+        """Append to layer ``layer_idx``; keys and values of everything cached, in the dtype they came in.
+
+        Raises:
+            ConfigError: hqq cannot pack this number of tokens.
+        """
         dtype = key_states.dtype
         kept = torch.bfloat16 if dtype == torch.float32 else dtype
-        pair = super().update(key_states.to(kept), value_states.to(kept), layer_idx, *args, **kwargs)
+        try:
+            pair = super().update(key_states.to(kept), value_states.to(kept), layer_idx, *args, **kwargs)
+        except RuntimeError as error:
+            groups = (self.get_seq_length(layer_idx) * key_states[:, :, 0].numel()) // self.group
+            if self.backend != "hqq" or groups * self.bits % 8 == 0:
+                raise
+            raise ConfigError(
+                f"hqq packs the codes of several groups into a byte, and {groups} groups at {self.bits} bits do not "
+                "fill theirs. Use another number of tokens, or quanto."
+            ) from error
         keys, values = (seen.to(dtype) for seen in pair)
         return keys, values
 

@@ -17,7 +17,8 @@ from kvslim.config import JsonConfig
 from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import MethodResult, compare, palu_variants
 from kvslim.evaluating.continuation import ContinuationConfig, prefill, share_prefill
-from kvslim.evaluating.methods import CacheMethod, parse_method, parse_methods
+from kvslim.evaluating.method_forms import CacheMethod
+from kvslim.evaluating.methods import parse_method, parse_methods
 from kvslim.evaluating.plots import plot_quality
 from kvslim.evaluating.results import EvalResults, ModelFingerprint
 from kvslim.evaluating.texts import TextSource, python_topics, read_text

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from kvslim.attending.families import text_config
-from kvslim.attending.layout import compressible_layers
+from kvslim.baselines.base import BaselineCache
 from kvslim.caching.block import Block
-from kvslim.caching.cells import Cell, Coded, measured, take_off
-from kvslim.caching.compressed import CompressedCache
+from kvslim.caching.cells import Cell
 from kvslim.caching.token_codes import IntegerBlock, RotatedBlock
 from kvslim.errors import ConfigError
 from kvslim.quantizing import integer, rotated
@@ -21,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class PerTokenCache(CompressedCache):
+class PerTokenCache(BaselineCache):
     """A cache whose every token is coded on its own at a fixed width, post-RoPE, no exact tokens unless asked for.
 
     Args:
@@ -43,32 +39,19 @@ class PerTokenCache(CompressedCache):
     ) -> None:
         if bits not in range(1, 9):
             raise ConfigError(f"bits is a width from 1 to 8, not {bits}.")
-        super().__init__(*compressible_layers(model), sinks=sinks, window=window, attention_mask=attention_mask)
-        self.read_by(text_config(model))
+        super().__init__(model, sinks=sinks, window=window, attention_mask=attention_mask)
         self.bits = bits
-
-    @abstractmethod
-    def _block(self, x: Tensor) -> Block:
-        """Code ``(kv_heads, tokens, head_dim)``."""
-
-    def _plan(self, cells: list[Cell]) -> dict[Cell, Any]:
-        """There is nothing to choose."""
-        return dict.fromkeys(cells)
-
-    def _encode_cell(self, cell: Cell, raw: Tensor, plan: None) -> Coded:
-        x = take_off(raw, cell, self.rope).to(torch.float32)
-        return measured(cell, x, self._block(x), f"{self.bits} bit")
 
 
 class IntegerCache(PerTokenCache):
     """Asymmetric integers with a float16 step and minimum per token and head: int8, int4 as people use them."""
 
-    def _block(self, x: Tensor) -> Block:
-        return IntegerBlock(integer.encode(x, self.bits))
+    def _block(self, x: Tensor, cell: Cell, plan: Any) -> tuple[Block, str]:
+        return IntegerBlock(integer.encode(x, self.bits)), f"{self.bits} bit"
 
 
 class RotatedCache(PerTokenCache):
     """Signed Hadamard rotation and Lloyd-Max levels with a float16 scale per token and head."""
 
-    def _block(self, x: Tensor) -> Block:
-        return RotatedBlock(rotated.encode(x, self.bits))
+    def _block(self, x: Tensor, cell: Cell, plan: Any) -> tuple[Block, str]:
+        return RotatedBlock(rotated.encode(x, self.bits)), f"{self.bits} bit"

@@ -13,7 +13,7 @@ from kvslim.cli.common import Device, DType, ModelName, check_model_name, dtype_
 from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvslim.evaluating.methods import CacheMethod
+    from kvslim.evaluating.method_forms import CacheMethod
 
 
 _RATIOS = {"jolt": 3, "graded": 4}
@@ -70,7 +70,8 @@ def cache_method(cache: str, ratio: float | None, stats: Path | None = None) -> 
     """
     from kvslim.calibrating.graded_stats import GradedStats
     from kvslim.evaluating.graded_methods import Graded
-    from kvslim.evaluating.methods import CacheMethod, parse_method
+    from kvslim.evaluating.method_forms import CacheMethod
+    from kvslim.evaluating.methods import parse_method
 
     name = cache
     if found := re.fullmatch("(jolt|graded)(:.*)?", cache):
@@ -120,4 +121,5 @@ def _report(cache: Any) -> str:
 
     if hasattr(cache, "report"):
         return "\n".join(line for line in str(cache.report()).splitlines() if " B  error " not in line)
-    return f"uncompressed cache: {cache.get_seq_length()} tokens, {cache_bytes(cache) / 1e6:.2f} MB in bf16"
+    what = str(cache) if hasattr(cache, "nbytes") else "uncompressed cache"
+    return f"{what}: {cache.get_seq_length()} tokens, {cache_bytes(cache) / 1e6:.2f} MB in bf16"

@@ -27,7 +27,8 @@ from kvslim.evaluating.continuation import (
     score_palu,
 )
 from kvslim.evaluating.divergence import Divergence
-from kvslim.evaluating.methods import CacheMethod, Method, Palu
+from kvslim.evaluating.method_forms import CacheMethod, Method
+from kvslim.evaluating.methods import Palu
 from kvslim.palu import PaluReport, compress_with, restore, snapshot
 
 if TYPE_CHECKING:

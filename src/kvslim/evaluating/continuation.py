@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from kvslim.attending.compat import cache_keyword
 from kvslim.attending.families import attention_modules, sliding_window_of
 from kvslim.attending.latent_model import LatentModelMixin
+from kvslim.baselines.transformers_cache import TransformersCache, rebuilt
 from kvslim.caching.block import storage_bytes
 from kvslim.caching.compressed import CompressedCache
 from kvslim.caching.latent import LatentCache
@@ -160,7 +161,11 @@ def score_cache(model: PreTrainedModel, cache: Cache, reference: Reference, conf
     if isinstance(cache, CompressedCache):
         seconds = fill_and_compress(model, cache, reference.filled, prompt)
     else:
+        started = time.perf_counter()
         share_prefill(model, reference.filled, cache, prompt)
+        if isinstance(cache, TransformersCache):  # it codes what it is given at once
+            _finish(model)
+            seconds = time.perf_counter() - started
     return _scored(model, cache, reference, config, seconds)
 
 
@@ -257,6 +262,8 @@ def seen_by_attention(model: PreTrainedModel, cache: Cache, layer: int) -> tuple
     held = cache.layers[layer]
     if isinstance(held, CompressedLayer):
         return held.dense()
+    if isinstance(cache, TransformersCache):
+        return rebuilt(held)
     if not isinstance(cache, LatentCache):
         return held.keys, held.values
     attention: Any = attention_modules(model)[layer]

@@ -11,7 +11,8 @@ from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import Progress, compare, palu_variants, with_one_pass
 from kvslim.evaluating.continuation import ContinuationConfig, Steps
 from kvslim.evaluating.graded_methods import bind
-from kvslim.evaluating.methods import Method, check_methods
+from kvslim.evaluating.method_forms import Method
+from kvslim.evaluating.methods import check_methods
 from kvslim.evaluating.results import EvalResults, ModelFingerprint
 from kvslim.evaluating.texts import TextSource, check_apart, python_topics
 from kvslim.evaluating.windows import bos_token, evenly_spaced_windows

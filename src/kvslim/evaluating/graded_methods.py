@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvslim.calibrating.graded_stats import GradedCalibration, GradedStats, Progress, calibrate_graded
 from kvslim.errors import CalibrationError
-from kvslim.evaluating.method_types import CacheMethod, Form, Method, Option, read_options
+from kvslim.evaluating.method_forms import CacheMethod, Form, Method, Option, read_options
 from kvslim.graded import PRESETS, GradedCache, GradedConfig
 
 if TYPE_CHECKING:
@@ -120,9 +120,10 @@ def _graded(name: str, found: re.Match[str], options: list[str]) -> Method:
     return Graded(name, GradedConfig(ratio=float(found[1]), **settings), GradedCalibration(**calibration))
 
 
-FORMS = (
+GRADED_FORMS = (
     Form(
         re.compile(r"graded-(\d+(?:\.\d+)?)x"), "graded-4x, graded-4x:speed, graded-3x:post-rope:energy, graded-4x:gs1",
         _graded,
     ),
 )  # fmt: skip
+"""The forms of graded caches' names."""

@@ -9,28 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvslim.baselines import IntegerCache, RotatedCache
 from kvslim.errors import ConfigError
-from kvslim.evaluating import graded_methods
-from kvslim.evaluating.method_types import CacheMethod, Form, Method, Option, read_options
+from kvslim.evaluating.baseline_methods import BASELINE_FORMS
+from kvslim.evaluating.graded_methods import GRADED_FORMS
+from kvslim.evaluating.method_forms import CacheMethod, Form, Method, Option, read_options
 from kvslim.jolt import PAPER, JoltCache, JoltConfig
 from kvslim.palu import PaluConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
-
-
-__all__ = [
-    "METHOD_FORMS",
-    "CacheMethod",
-    "Jolt",
-    "Method",
-    "Palu",
-    "PerToken",
-    "Uncompressed",
-    "check_methods",
-    "parse_method",
-    "parse_methods",
-]
 
 
 @dataclass(frozen=True)
@@ -174,6 +161,7 @@ _FORMS = (
     Form(re.compile("none"), "none", _uncompressed),
     Form(re.compile("(int)([1-8])"), "int8, int4, int3, int2", _per_token),
     Form(re.compile("(rot)([1-8])"), "rot6 … rot2", _per_token),
+    *BASELINE_FORMS,
     Form(
         re.compile(f"jolt-{_NUMBER}x"),
         "jolt-3x, jolt-2.5x:post-rope, jolt-4x:paper, jolt-4x:bits=0/3/16:window=64",
@@ -185,7 +173,7 @@ _FORMS = (
         "palu-30:spectral:4bit (percent removed)",
         _palu,
     ),
-    *graded_methods.FORMS,
+    *GRADED_FORMS,
 )
 
 METHOD_FORMS = "; ".join(form.example for form in _FORMS)

@@ -24,8 +24,8 @@ from kvslim.attending.families import text_config
 from kvslim.caching.compressed import CompressedCache
 from kvslim.config import JsonConfig, is_count, is_list
 from kvslim.errors import ConfigError
-from kvslim.evaluating.continuation import fill_and_compress, prefill
-from kvslim.evaluating.methods import CacheMethod, Method
+from kvslim.evaluating.continuation import cache_bytes, fill_and_compress, prefill, share_prefill
+from kvslim.evaluating.method_forms import CacheMethod, Method
 from kvslim.evaluating.texts import TextSource
 
 if TYPE_CHECKING:
@@ -251,8 +251,11 @@ def ask(
     if isinstance(cache, CompressedCache):
         fill_and_compress(model, cache, dense, prompt.context)
         ratio = cache.report().ratio
-    else:
+    elif isinstance(cache, DynamicCache):
         cache, ratio = copy.deepcopy(dense), 1.0
+    else:
+        share_prefill(model, dense, cache, prompt.context)
+        ratio = cache_bytes(dense) / cache_bytes(cache)
     answer = answer_from(model, tokenizer, cache, prompt, limit)
     found = first_number(answer) == prompt.number
     tokens = int(prompt.context.shape[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from kvslim.errors import ConfigError
-from kvslim.evaluating.methods import CacheMethod
+from kvslim.evaluating.method_forms import CacheMethod
 from kvslim.evaluating.needle import NeedleConfig, NeedleTrial
 from kvslim.evaluating.plots import new_figure, save_png
 from kvslim.evaluating.results import SCHEMA, Environment, ModelFingerprint, parse_results

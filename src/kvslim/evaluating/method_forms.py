@@ -1,4 +1,4 @@
-"""What a method is, and how the forms of its name are read."""
+"""What a method of keeping the cache is, and how its name is read: a form, then options after colons."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Method(ABC):
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether it must be calibrated on text other than the test text first."""
+        """Whether it must be calibrated first, on text other than the test text."""
         return False
 
 
@@ -56,7 +56,13 @@ class CacheMethod(Method):
 
 @dataclass(frozen=True)
 class Form:
-    """One form of a name: its pattern, examples, and what reads a match."""
+    """A form of a method name.
+
+    Attributes:
+        pattern: matches the name up to the first colon.
+        example: what the user is shown.
+        build: the method from its whole name, the match and the options.
+    """
 
     pattern: re.Pattern[str]
     example: str
@@ -65,7 +71,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Option:
-    """One option after a colon: how it is shown, its pattern, and the settings that it makes."""
+    """An option after a colon.
+
+    Attributes:
+        form: what the user is shown.
+        pattern: matches the option; with a group, that is its value.
+        read: settings from the value.
+    """
 
     form: str
     pattern: str
@@ -73,10 +85,10 @@ class Option:
 
 
 def read_options(name: str, options: list[str], known: tuple[Option, ...]) -> dict[str, Any]:
-    """The settings that the options of a name make.
+    """The settings that options give.
 
     Raises:
-        ConfigError: one is unknown; the message lists the known.
+        ConfigError: an unknown option; the message lists the known ones.
     """
     settings: dict[str, Any] = {}
     for option in options:

@@ -150,7 +150,7 @@ def gap(pair: Pair, tokens: int = 600, **choice: object) -> float:
 def test_more_bytes_less_error_and_eight_bits_are_nearly_exact(made: dict[str, Pair], kind: str, preset: str) -> None:
     pair = pair_of(made, kind)
     errors = [gap(pair, ratio=ratio, preset=preset) for ratio in (1.5, 3, 6)]
-    assert errors[0] < 0.01
+    assert errors[0] < 0.02
     assert errors[0] < errors[1] < errors[2]
 
 

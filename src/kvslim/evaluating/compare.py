@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kvslim.attending.families import attention_modules
+from kvslim.attending.families import attention_modules, kv_shape_of
 from kvslim.attending.latent_model import LatentModelMixin, install
 from kvslim.caching.latent import LatentCache
 from kvslim.calibrating.fisher import FISHER_LENGTH, calibrate_fisher
 from kvslim.calibrating.grams import calibrate_grams
 from kvslim.errors import CalibrationError, UnsupportedModelError
+from kvslim.evaluating.bound import BoundGap, Energies, channel_energies, gap
 from kvslim.evaluating.continuation import (
     ContinuationConfig,
     Reference,
@@ -33,6 +34,9 @@ from kvslim.palu import PaluReport, compress_with, restore, snapshot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_BOUND_CHANNELS = 1024
+"""Joint channels of a layer up to which the bound is computed."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is done, steps done, steps in all)."""
@@ -58,6 +62,9 @@ class MethodResult:
         seconds: mean time per window to compress, prefill excluded; for Palu of its own prefill.
         note: what differs from the request, or empty.
         key_share: share of the compressed cells' bytes that is for keys, mean over windows; None without cells.
+        bits_per_value: measured bytes of the cache over the numbers that it stands for, times 8.
+        bound_bits, bound_decibels: distance to the Gaussian rate-distortion bound on the same tensors, see
+            :mod:`kvslim.evaluating.bound`, mean over windows; None where it was not computed.
         one_pass_perplexity: perplexity over whole windows in one forward pass, for the uncompressed model and Palu if
             it was asked for. Nothing is read back from a cache there, so run-time methods have none.
     """
@@ -78,6 +85,9 @@ class MethodResult:
     note: str = ""
     key_share: float | None = None
     one_pass_perplexity: float | None = None
+    bits_per_value: float | None = None
+    bound_bits: float | None = None
+    bound_decibels: float | None = None
 
 
 @dataclass(frozen=True)
@@ -182,12 +192,14 @@ def compare(
         if isinstance(method, CacheMethod):
             method.make_cache(model)  # so that a model it does not support shows before any work
     scored: dict[str, list[Scored]] = {method.name: [] for method in methods}
+    energies: list[Energies] = []
     steps = windows.shape[0] * (len(methods) + 1)
     done = 0
     for index, window in enumerate(windows):
         where = f"window {index + 1} of {windows.shape[0]}"
         _report(progress, f"{where}: uncompressed run", done, steps)
         reference = run_reference(model, window, config)
+        energies += _energies(model, reference)
         for method in methods:
             done += 1
             _report(progress, f"{where}: {method.name}", done, steps)
@@ -195,7 +207,7 @@ def compare(
         done += 1
     _report(progress, "all methods measured", steps, steps)
     tokens = windows.shape[0] * config.tokens
-    return [_pool(method, scored[method.name], tokens, variants.get(method.name)) for method in methods]
+    return [_pool(method, scored[method.name], tokens, variants.get(method.name), energies) for method in methods]
 
 
 def measure(
@@ -209,7 +221,8 @@ def measure(
         ConfigError, BudgetError, NonFiniteError, UnsupportedModelError: of the method.
     """
     scored = [score_cache(model, method.make_cache(model), reference, config) for reference in references]
-    return _pool(method, scored, len(references) * config.tokens, None)
+    energies = [found for reference in references for found in _energies(model, reference)]
+    return _pool(method, scored, len(references) * config.tokens, None, energies)
 
 
 def with_one_pass(
@@ -250,7 +263,24 @@ def _measure(
         return score_palu(model, LatentCache(variant.attentions[0].layout), reference, config)
 
 
-def _pool(method: Method, scored: list[Scored], tokens: int, variant: PaluVariant | None) -> MethodResult:
+def _energies(model: PreTrainedModel, reference: Reference) -> list[Energies]:
+    """What the bound needs of a window; none where channels are so many that it would take minutes."""
+    shape = kv_shape_of(model)
+    return [channel_energies(model, reference)] if shape.kv_heads * shape.head_dim <= _BOUND_CHANNELS else []
+
+
+def _gaps(scored: list[Scored], energies: list[Energies]) -> list[BoundGap]:
+    """The distance to the bound in each window; none for a cache without error."""
+    if not energies or any(not one.layer_errors or sum(one.layer_errors) <= 0 for one in scored):
+        return []
+    pairs = zip(scored, energies, strict=True)
+    return [gap(own, 16 * one.nbytes / one.dense_nbytes, one.layer_errors) for one, own in pairs]
+
+
+def _pool(
+    method: Method, scored: list[Scored], tokens: int, variant: PaluVariant | None, energies: list[Energies]
+) -> MethodResult:
+    gaps = _gaps(scored, energies)
     total = sum((one.divergence for one in scored), Divergence())
     nbytes = sum(one.nbytes for one in scored)
     return MethodResult(
@@ -269,6 +299,9 @@ def _pool(method: Method, scored: list[Scored], tokens: int, variant: PaluVarian
         seconds=sum(one.seconds for one in scored) / len(scored),
         key_share=_mean([one.key_share for one in scored if one.key_share is not None]),
         note="" if variant is None else _palu_note(variant.report),
+        bits_per_value=16 * nbytes / sum(one.dense_nbytes for one in scored),
+        bound_bits=_mean([one.bits for one in gaps]),
+        bound_decibels=_mean([one.decibels for one in gaps]),
     )
 
 

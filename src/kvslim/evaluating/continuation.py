@@ -90,6 +90,7 @@ class Scored:
         dense_nbytes: bytes of the same tokens in bf16.
         seconds: time to compress, prefill excluded; for Palu the time of its own prefill.
         key_share: share of the compressed cells' bytes that is for keys; None without cells.
+        layer_errors: squared error over energy of each full-attention layer's keys, then its values.
     """
 
     divergence: Divergence
@@ -101,6 +102,7 @@ class Scored:
     dense_nbytes: int
     seconds: float
     key_share: float | None = None
+    layer_errors: tuple[float, ...] = ()
 
 
 @torch.no_grad()
@@ -215,12 +217,16 @@ def _scored(
     model: PreTrainedModel, cache: Cache, reference: Reference, config: ContinuationConfig, seconds: float
 ) -> Scored:
     nbytes = cache_bytes(cache)
-    lost, energy = [0.0, 0.0], [0.0, 0.0]
+    lost, energy, layer_errors = [0.0, 0.0], [0.0, 0.0], []
     for index, dense in enumerate(reference.filled.layers):
         pairs = zip(seen_by_attention(model, cache, index), (dense.keys, dense.values), strict=True)
         for kind, (seen, exact) in enumerate(pairs):
-            lost[kind] += float((seen.float() - exact.float()).square().sum(dtype=torch.float64))
-            energy[kind] += float(exact.float().square().sum(dtype=torch.float64))
+            gap = float((seen.float() - exact.float()).square().sum(dtype=torch.float64))
+            whole = float(exact.float().square().sum(dtype=torch.float64))
+            lost[kind] += gap
+            energy[kind] += whole
+            if not getattr(dense, "is_sliding", False):
+                layer_errors.append(gap / whole if whole else 0.0)
     logits = score(model, cache, reference.ids, config)
     targets = reference.ids[0, config.tokens + 1 : config.tokens + config.score + 1]
     return Scored(
@@ -233,6 +239,7 @@ def _scored(
         dense_nbytes=sum(2 * (layer.keys.numel() + layer.values.numel()) for layer in reference.filled.layers),
         seconds=seconds,
         key_share=_key_share(cache),
+        layer_errors=tuple(layer_errors),
     )
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import VOCAB, build
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvslim.baselines import Float8Cache, KiviCache, KvquantCache, XkvCache
 from kvslim.baselines.base import BaselineCache
 from kvslim.caching.block import iter_tensors
+from tiny import VOCAB, build
 
 Make = Callable[..., BaselineCache]
 

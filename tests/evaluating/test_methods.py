@@ -33,7 +33,7 @@ def test_run_time_methods(tiny_llama: PreTrainedModel, name: str, cache: type, b
         ("kvquant-3", KvquantCache, {"bits": 3, "outliers": 0.01, "n_sinks": 1}),
         ("kvquant-4:outliers=0:sinks=0:post-rope", KvquantCache, {"outliers": 0, "n_sinks": 0, "rope": None}),
         ("fp8", Float8Cache, {"rope": None, "n_sinks": 0}),
-        ("xkv-2.5x", XkvCache, {"ratio": 2.5, "layers_together": 4, "split": 0.4}),
+        ("xkv-2.5x", XkvCache, {"ratio": 2.5, "layers_together": 4, "split": 0.4, "n_sinks": 4}),
         ("xkv-3x:layers=2:split=.5:post-rope", XkvCache, {"layers_together": 2, "split": 0.5, "rope": None}),
     ],
 )

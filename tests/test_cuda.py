@@ -12,6 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from kvslim import palu
+from kvslim.caching.compressed import CompressedCache
+from kvslim.evaluating.methods import CacheMethod, parse_method
 from kvslim.jolt import JoltCache
 from kvslim.quantizing import integer, rotated
 from kvslim.recovery import RecoveryConfig, recover
@@ -67,6 +69,27 @@ def test_codecs_agree_with_the_cpu(codec: ModuleType, bits: int) -> None:
     there, here = codec.decode(codec.encode(x.cuda(), bits)).cpu(), codec.decode(codec.encode(x, bits))
     # a number on a threshold may fall to either side
     assert (there - here).norm() < 0.02 * (here - x).norm() + 1e-4 * x.norm()
+
+
+@pytest.mark.parametrize("name", ["kivi-2", "kvquant-3", "fp8", "xkv-2x"])
+def test_baselines_err_as_on_the_cpu(make_tiny: MakeTiny, name: str) -> None:
+    method, reports = parse_method(name), []
+    assert isinstance(method, CacheMethod)
+    for device in ("cpu", "cuda"):
+        model = make_tiny().to(device)
+        ids = torch.randint(2, 128, (1, 300), generator=torch.Generator().manual_seed(1)).to(device)
+        cache = method.make_cache(model)
+        assert isinstance(cache, CompressedCache)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            cache.compress()
+            cache.offload_prefix("cpu")  # and what it holds travels back when attention asks
+            assert torch.isfinite(model(ids[:, :3], past_key_values=cache).logits).all()
+        reports.append(cache.report())
+    here, there = reports
+    assert there.prefix_nbytes == here.prefix_nbytes
+    assert there.key_error == pytest.approx(here.key_error, rel=0.02)
+    assert there.value_error == pytest.approx(here.value_error, rel=0.02)
 
 
 def test_jolt_plans_the_same_as_on_the_cpu(make_tiny: MakeTiny) -> None:

@@ -6,7 +6,7 @@ import pytest
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from kvslim.baselines import IntegerCache, RotatedCache
+from kvslim.baselines import Float8Cache, IntegerCache, KiviCache, KvquantCache, RotatedCache, XkvCache
 from kvslim.errors import ConfigError
 from kvslim.evaluating.methods import CacheMethod, Jolt, Palu, check_methods, parse_method, parse_methods
 from kvslim.jolt import PAPER, JoltCache, JoltConfig
@@ -23,6 +23,41 @@ def test_run_time_methods(tiny_llama: PreTrainedModel, name: str, cache: type, b
     made = method.make_cache(tiny_llama)
     assert type(made) is cache
     assert getattr(made, "bits", None) == bits
+
+
+@pytest.mark.parametrize(
+    ("name", "cache", "attributes"),
+    [
+        ("kivi-2", KiviCache, {"bits": 2, "group": 32, "n_sinks": 0, "n_window": 0, "n_seal": None}),
+        ("kivi-4:window=128:seal=128:group=64", KiviCache, {"bits": 4, "group": 64, "n_window": 128, "n_seal": 128}),
+        ("kvquant-3", KvquantCache, {"bits": 3, "outliers": 0.01, "n_sinks": 1}),
+        ("kvquant-4:outliers=0:sinks=0:post-rope", KvquantCache, {"outliers": 0, "n_sinks": 0, "rope": None}),
+        ("fp8", Float8Cache, {"rope": None, "n_sinks": 0}),
+        ("xkv-2.5x", XkvCache, {"ratio": 2.5, "layers_together": 4, "split": 0.4, "n_sinks": 4}),
+        ("xkv-3x:layers=2:split=.5:post-rope", XkvCache, {"layers_together": 2, "split": 0.5, "rope": None}),
+    ],
+)
+def test_baselines(tiny_llama: PreTrainedModel, name: str, cache: type, attributes: dict[str, object]) -> None:
+    method = parse_method(name)
+    assert isinstance(method, CacheMethod)
+    assert method.family == name.partition("-")[0]
+    made = method.make_cache(tiny_llama)
+    assert type(made) is cache
+    assert {key: getattr(made, key) for key in attributes} == attributes
+    assert method.settings["sinks"] == made.n_sinks
+    if "post-rope" not in name and cache in (KvquantCache, XkvCache):
+        assert made.rope is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("quanto-4", {"bits": 4, "backend": "quanto", "group": 64, "residual_length": 128}),
+        ("hqq-3:group=32:residual=16", {"bits": 3, "backend": "hqq", "group": 32, "residual_length": 16}),
+    ],
+)
+def test_names_of_caches_of_transformers(name: str, settings: dict[str, object]) -> None:
+    assert parse_method(name).settings == settings
 
 
 @pytest.mark.parametrize(
@@ -92,6 +127,16 @@ def test_palu(name: str, config: PaluConfig) -> None:
         ("jolt-3x:rank-only:no-backbone", "nothing is stored"),
         ("jolt-3x:bits=9", "widths from 0 to 8"),
         ("jolt-3x:levels=cubic", "levels is one of"),
+        ("kivi-1", "kivi-2, kivi-4"),
+        ("kivi-2:groups=8", "unknown option 'groups=8'.*group=N.*window=N"),
+        ("kivi-2:group=1", "group is a number of values"),
+        ("kivi-2:seal=0", "seal is a number of tokens"),
+        ("kvquant-3:outliers=.7", "share of at most 0.5"),
+        ("fp8:bits=3", "unknown option 'bits=3'.*pre-rope"),
+        ("xkv-0.5x", "ratio is at least 1"),
+        ("xkv-3x:layers=0", "adjacent layers"),
+        ("xkv-3x:split=0", "between 0 and 1"),
+        ("quanto-3", "quanto-4"),
         ("palu-30:5bit", "bits must be one of 2, 3, 4, 8 or 16, not 5"),
         ("palu-30:sinks=4", "Set bits below 16"),
         ("palu-100", "rate is the fraction"),
@@ -122,7 +167,9 @@ def test_palu_needs_calibration_unless_it_is_plain() -> None:
     check_methods(parse_methods("none,palu-30:svd"), calibrated=False)
 
 
-@pytest.mark.parametrize("name", ["none", "int4", "rot4", "jolt-3x", "palu-30:fisher"])
+@pytest.mark.parametrize(
+    "name", ["none", "int4", "rot4", "jolt-3x", "palu-30:fisher", "kivi-2", "fp8", "xkv-3x", "hqq-4"]
+)
 def test_settings_survive_json(name: str) -> None:
     settings = parse_method(name).settings
     assert json.loads(json.dumps(settings)) == settings

@@ -11,7 +11,7 @@ from matplotlib import colormaps
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvslim.caching.compressed import CompressedCache
 from kvslim.errors import ConfigError
@@ -165,6 +165,38 @@ def test_the_answer_is_read_from_the_compressed_cache(
     intact = ask(tiny_llama, tokenizer, method, prompt, dense, 16)
     scramble(monkeypatch)
     assert ask(tiny_llama, tokenizer, method, prompt, dense, 16).answer != intact.answer
+
+
+class _Forgetful(Cache):
+    """A cache of neither kind: it keeps no values and says that it is half as large."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        return super().update(key_states, torch.zeros_like(value_states), layer_idx, *args, **kwargs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(2 * layer.keys.numel() for layer in self.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forgetting(CacheMethod):
+    family, settings = "forgetting", None
+
+    def make_cache(self, model: PreTrainedModel) -> Cache:
+        return _Forgetful(layer_class_to_replicate=DynamicLayer)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_library_is_asked_itself(tiny_llama: PreTrainedModel) -> None:
+    tokenizer, method = letters(), parse_method("none")
+    assert isinstance(method, CacheMethod)
+    prompt = Haystack(prose(), tokenizer).prompt(500, 0.5, 0)
+    dense = DynamicCache(config=tiny_llama.config)
+    prefill(tiny_llama, dense, prompt.context)
+    intact = ask(tiny_llama, tokenizer, method, prompt, dense, 16)
+    forgetful = ask(tiny_llama, tokenizer, _Forgetting("forgetting"), prompt, dense, 16)
+    assert (intact.ratio, forgetful.ratio) == (1, 2)
+    assert forgetful.answer != intact.answer
 
 
 def test_a_destroyed_cache_destroys_the_score(

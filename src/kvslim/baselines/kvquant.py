@@ -45,7 +45,8 @@ class NonUniformBlock(DecodedProducts):
         return storage_bytes(iter_tensors(self.stored))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
-        return non_uniform.decode(self.stored, start, stop).unflatten(1, (self.kv_heads, -1)).transpose(0, 1)
+        rows = non_uniform.decode(self.stored, start, stop)
+        return rows.view(-1, self.kv_heads, self.stored.channels // self.kv_heads).transpose(0, 1)
 
     def crop(self, tokens: int) -> Self:
         return dataclasses.replace(self, stored=self.stored.crop(tokens))

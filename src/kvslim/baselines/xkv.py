@@ -5,12 +5,16 @@ truncated singular value decomposition is kept: a token factor ``(tokens, rank)`
 layer the factor ``(rank, kv_heads · head_dim)`` that rebuilds it, all in float16. Keys are taken pre-RoPE by default.
 
 The paper (2025) chooses ranks by hand, 1 : 1.5 for keys and values in its main setting. Here the ranks of a group
-follow from a ratio: its factors take at most the bf16 bytes of its keys and values over ``ratio``.
+follow from a ratio: factors and exact tokens take at most the bf16 bytes of its keys and values over ``ratio``.
+
+The first four tokens are kept exact by default and charged. Their keys and values are unlike all others, attention
+reads them at every step, and a truncation that minimizes the error of all tokens together treats them badly.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
 SPLIT = 0.4
 """The keys' share of the ranks: 1 : 1.5, as in the paper."""
+SINKS = 4
+"""First tokens kept exact."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +113,28 @@ def _leading(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return vectors[:, -rank:].flip(1), kept[-rank:].flip(0).sqrt()
 
 
-def ranks_for(tokens: int, features: int, ratio: float, split: float) -> tuple[int, int]:
+def ranks_for(
+    tokens: int, features: int, ratio: float, split: float, exact: int = 0, item_bytes: int = 2
+) -> tuple[int, int]:
     """Ranks of keys and of values of one layer group.
 
     Args:
         tokens: coded tokens.
         features: layers × KV heads × head dim.
-        ratio: bf16 bytes of keys and values over bytes of all factors, at least.
+        ratio: bf16 bytes of keys and values of all tokens over bytes of factors and exact tokens, at least.
         split: the keys' share of the ranks; what the one cannot use goes to the other.
+        exact: tokens kept exact beside the coded ones.
+        item_bytes: bytes of each of their numbers.
 
     Raises:
         BudgetError: the ratio does not leave rank 1 for each.
     """
-    total, most = int(2 * tokens * features / (ratio * (tokens + features))), min(tokens, features)
+    dense, kept, per_rank = 4 * (tokens + exact) * features, 2 * exact * features * item_bytes, 2 * (tokens + features)
+    total, most = math.floor((dense / ratio - kept) / per_rank), min(tokens, features)
     if total < 2:
         raise BudgetError(
-            f"{tokens} tokens at {ratio:g}x leave no rank for both keys and values. Use more tokens or a ratio of at "
-            f"most {tokens * features / (tokens + features):.2f}."
+            f"{tokens + exact} tokens at {ratio:g}x, {exact} of them exact, leave no rank for both keys and values. "
+            f"Use more tokens or a ratio of at most {dense / (2 * per_rank + kept):.2f}."
         )
     keys = min(max(1, round(total * split)), total - 1, most)
     values = min(total - keys, most)
@@ -135,11 +146,11 @@ class XkvCache(BaselineCache):
 
     Args:
         model: a transformers model of a supported family.
-        ratio: bf16 bytes over measured bytes of the coded tokens, at least; above 1.
+        ratio: bf16 bytes over measured bytes of the compressed prefix, exact tokens included; at least 1.
         layers: adjacent layers that share a token basis; the last group may have fewer. The paper has 4.
         split: the keys' share of the ranks, between 0 and 1.
         pre_rope: take keys before rotation, as the paper does.
-        sinks, window: first and last tokens kept exact, beside the ratio.
+        sinks, window: first and last tokens kept exact.
         seal: so many later tokens are coded together, on a basis of their own; None keeps them exact.
         attention_mask: ``(batch, columns)`` of the prompt for padded batches.
 
@@ -158,7 +169,7 @@ class XkvCache(BaselineCache):
         layers: int = 4,
         split: float = SPLIT,
         pre_rope: bool = True,
-        sinks: int = 0,
+        sinks: int = SINKS,
         window: int = 0,
         seal: int | None = None,
         attention_mask: Tensor | None = None,
@@ -178,21 +189,27 @@ class XkvCache(BaselineCache):
         size, layers = self.layers_together, self.shape.layers
         return [tuple(range(first, min(first + size, layers))) for first in range(0, layers, size)]
 
-    def _ranks(self, tokens: int, layers: int) -> tuple[int, int]:
-        return ranks_for(tokens, layers * self.shape.kv_heads * self.shape.head_dim, self.ratio, self.split)
+    def _ranks(self, tokens: int, exact: int, layers: int) -> tuple[int, int]:
+        features = layers * self.shape.kv_heads * self.shape.head_dim
+        item_bytes = self.compressible[0].keys.element_size()
+        return ranks_for(tokens, features, self.ratio, self.split, exact, item_bytes)
 
     def _why_exact(self, tokens: int) -> str | None:
         if why := super()._why_exact(tokens):
             return why
+        exact = self.n_sinks + self.n_window
         try:
             for group in self._groups():
-                self._ranks(tokens - self.n_sinks - self.n_window, len(group))
+                self._ranks(tokens - exact, exact, len(group))
         except BudgetError as error:
             return str(error)
         return None
 
     def _plan(self, cells: list[Cell]) -> dict[Cell, Any]:
-        return {cell: self._ranks(cell.span.tokens, len(cell.layers))[cell.kind] for cell in cells}
+        return {
+            cell: self._ranks(cell.span.tokens, cell.span.row_tokens - cell.span.tokens, len(cell.layers))[cell.kind]
+            for cell in cells
+        }
 
     def _block(self, x: Tensor, cell: Cell, plan: Any) -> tuple[Block, str]:
         return encode(x, len(cell.layers), plan), f"rank {plan}, shared by {len(cell.layers)} layers"

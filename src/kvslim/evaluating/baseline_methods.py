@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvslim.baselines import Float8Cache, KiviCache, KvquantCache, TransformersCache, XkvCache
 from kvslim.baselines.kivi import GROUP
-from kvslim.baselines.xkv import SPLIT
+from kvslim.baselines.xkv import SINKS, SPLIT
 from kvslim.errors import ConfigError
 from kvslim.evaluating.method_forms import CacheMethod, Form, Method, Option, read_options
 
@@ -130,7 +130,7 @@ BASELINE_FORMS = (
     _form("fp8", "fp8", Float8Cache, {**_EXACT, "pre_rope": False}, (_PRE_ROPE, _POST_ROPE, *_EXACT_OPTIONS)),
     _form(
         f"xkv-{_NUMBER}x", "xkv-3x, xkv-3x:layers=2:post-rope", XkvCache,
-        {"layers": 4, "split": SPLIT, "pre_rope": True, **_EXACT},
+        {"layers": 4, "split": SPLIT, "pre_rope": True, **_EXACT, "sinks": SINKS},
         (_count("layers"), _share("split", "split"), _PRE_ROPE, _POST_ROPE, *_EXACT_OPTIONS), ("ratio", float),
         _wrong_xkv,
     ),

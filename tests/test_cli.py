@@ -93,19 +93,19 @@ def test_demo(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path, monkeyp
     import kvslim.demo
 
     # The ratios of the demo need longer caches than a tiny model has time for: without the fixed costs they fit.
-    monkeypatch.setattr(kvslim.demo, "METHODS", "none,int8,jolt-2x:sinks=0:window=0,jolt-3x,palu-30")
+    monkeypatch.setattr(kvslim.demo, "METHODS", "none,int8,jolt-2x:sinks=0:window=0,jolt-3x,graded-4x,palu-30")
     out = tmp_path / "out"
     result = call("demo", "--model", model_dir, "--text", texts[0], "--tokens", 512, "--score", 16, "--out", out)
     assert result.exit_code == 0, result.output
     shown = json.loads((out / "demo.json").read_text())
     stored = EvalResults.from_json(json.dumps(shown["results"]))
-    assert [one.family for one in stored.methods] == ["none", "integer", "jolt", "jolt", "palu"]
+    assert [one.family for one in stored.methods] == ["none", "integer", "jolt", "jolt", "graded", "palu"]
     assert (out / "demo.png").read_bytes()[:4] == b"\x89PNG"
-    heard = next(one for one in stored.methods if one.method == "jolt-3x")
+    heard = next(one for one in stored.methods if one.method == "graded-4x")
     flat = " ".join(result.stdout.split())
     assert f"{heard.ratio:.2f}x smaller, measured" in flat
     assert shown["sentence"] in flat
-    assert shown["continuation"]["method"] == "jolt-3x"
+    assert shown["continuation"]["method"] == "graded-4x"
     for side in ("uncompressed", "compressed"):
         assert shown["continuation"][side].split()[0] in flat
     assert f"from the {heard.ratio:.2f}x smaller" in flat

@@ -17,8 +17,9 @@ from kvslim.config import JsonConfig
 from kvslim.errors import ConfigError
 from kvslim.evaluating.compare import MethodResult, compare, palu_variants
 from kvslim.evaluating.continuation import ContinuationConfig, prefill, share_prefill
+from kvslim.evaluating.graded_methods import bind
 from kvslim.evaluating.method_forms import CacheMethod
-from kvslim.evaluating.methods import parse_method, parse_methods
+from kvslim.evaluating.methods import parse_methods
 from kvslim.evaluating.plots import plot_quality
 from kvslim.evaluating.results import EvalResults, ModelFingerprint
 from kvslim.evaluating.texts import TextSource, python_topics, read_text
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 
-METHODS = "none,int8,int4,rot4,jolt-2x,jolt-3x,jolt-4x,palu-30,palu-50"
-HEARD = "jolt-3x"
+METHODS = "none,int8,int4,rot4,jolt-2x,jolt-3x,jolt-4x,graded-3x,graded-4x,palu-30,palu-50"
+HEARD = "graded-4x"
 """The method whose continuation is shown beside the uncompressed one."""
 
 _QUESTION = "Explain in one sentence what the text above is about."
@@ -44,7 +45,7 @@ class DemoConfig(JsonConfig):
     Attributes:
         tokens: tokens in the cache that is compressed.
         score: tokens scored through it.
-        calibration_windows: windows that Palu is calibrated on, fewer if the text is short.
+        calibration_windows: windows that Palu and graded caches are calibrated on, fewer if the text is short.
         calibration_length: tokens of each.
         new_tokens: length of the continuations.
     """
@@ -124,14 +125,14 @@ def demo_texts(tokenizer: Any, config: DemoConfig, text: Path | None) -> tuple[T
         if len(ids) < needed:
             raise ConfigError(
                 f"{text} has {len(ids)} tokens, the demo needs {needed}: {config.tokens} for the cache, "
-                f"{config.score} + 1 to score, {config.calibration_length} to calibrate Palu. Use a longer text or "
+                f"{config.score} + 1 to score, {config.calibration_length} to calibrate on. Use a longer text or "
                 "fewer --tokens."
             )
         rest = ids[window:]
     count = min(config.calibration_windows, len(rest) // config.calibration_length)
     if count < 1:
         raise ConfigError(
-            f"Only {len(rest)} tokens are left to calibrate Palu, {config.calibration_length} are needed. Use a longer "
+            f"Only {len(rest)} tokens are left to calibrate on, {config.calibration_length} are needed. Use a longer "
             "text or fewer --tokens."
         )
     calibration = evenly_spaced_windows(rest, count, config.calibration_length)
@@ -155,9 +156,12 @@ def run_demo(
     source, window, calibration = demo_texts(tokenizer, config, text)
     methods = parse_methods(METHODS)
     variants = palu_variants(model, methods, calibration, progress)
+    methods = bind(model, methods, calibration, progress)
+    heard = next(method for method in methods if method.name == HEARD)
+    assert isinstance(heard, CacheMethod)  # a constant
     protocol = ContinuationConfig(config.tokens, config.score)
     measured = compare(model, methods, window, protocol, variants=variants, progress=progress)
-    continuation = _continue(model, tokenizer, window[0, : config.tokens], config.new_tokens, progress)
+    continuation = _continue(model, tokenizer, heard, window[0, : config.tokens], config.new_tokens, progress)
     rows, length = calibration.shape
     results = EvalResults(
         model=ModelFingerprint.of(name, model),
@@ -184,14 +188,17 @@ def save_demo(result: DemoResult, out: Path) -> list[Path]:
 
 
 def _continue(
-    model: PreTrainedModel, tokenizer: Any, text: Tensor, new_tokens: int, progress: Progress | None
+    model: PreTrainedModel,
+    tokenizer: Any,
+    method: CacheMethod,
+    text: Tensor,
+    new_tokens: int,
+    progress: Progress | None,
 ) -> Continuation:
     """Ask about the text, or continue it if the model has no chat template; both caches share one prefill."""
     prompt, ids = _prompt(tokenizer, text)
-    method = parse_method(HEARD)
-    assert isinstance(method, CacheMethod)
     dense, compressed = DynamicCache(config=model.config), method.make_cache(model)
-    stages = ("continuing a prompt: prefill", "continuing it uncompressed", f"continuing it from {HEARD}")
+    stages = ("continuing a prompt: prefill", "continuing it uncompressed", f"continuing it from {method.name}")
     _tell(progress, stages, 0)
     with torch.no_grad():
         prefill(model, dense, ids[:, :-1].to(model.device))
@@ -204,7 +211,7 @@ def _continue(
     same = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
     words = [tokenizer.decode(one, skip_special_tokens=True).strip() for one in texts]
     report = "\n".join(str(compressed.report()).splitlines()[:3])
-    return Continuation(HEARD, prompt, words[0], words[1], same, len(texts[0]), report)
+    return Continuation(method.name, prompt, words[0], words[1], same, len(texts[0]), report)
 
 
 def _tell(progress: Progress | None, stages: tuple[str, ...], done: int) -> None:
@@ -241,7 +248,7 @@ def _sentence(measured: list[MethodResult], config: DemoConfig, continuation: Co
     by_name = {one.method: one for one in measured}
     dense, heard = by_name["none"], by_name[HEARD]
     return (
-        f"With JoLT the cache of {config.tokens} tokens took {heard.nbytes / 1e6:.1f} MB instead of "
+        f"With {continuation.method} the cache of {config.tokens} tokens took {heard.nbytes / 1e6:.1f} MB instead of "
         f"{dense.nbytes / 1e6:.1f} MB in bf16 ({heard.ratio:.2f}x smaller, measured), the model's next-token "
         f"prediction stayed the same for {heard.agreement:.1%} of {config.score} tokens with a perplexity of "
         f"{heard.perplexity:.2f} against {dense.perplexity:.2f}, and its answer was the same for "

@@ -54,6 +54,10 @@ _EXAMPLES: dict[str, tuple[str, ...]] = {
         "kvslim needle default --methods none,jolt-2x,jolt-3x --text novel.txt --out needle.json",
         "kvslim needle org/model --methods none,int4,jolt-4x --lengths 1024,2048,4096 --depths 5 --seeds 4",
     ),
+    "sweep": (
+        "kvslim sweep default --text wiki.test.txt --calibration wiki.valid.txt --out sweep.json",
+        "kvslim sweep org/model --text test.txt --stats stats.safetensors --tokens 4096 --ratios 3,4,5",
+    ),
     "spectrum": (
         "kvslim spectrum default",
         "kvslim spectrum org/model --text book.txt --tokens 4096 --out book-spectrum",
@@ -69,6 +73,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluating.evaluate_methods,
     "needle": needle.needle,
     "spectrum": evaluating.spectrum,
+    "sweep": evaluating.sweep,
 }
 
 for _name, _command in _COMMANDS.items():

@@ -137,6 +137,47 @@ def evaluate_methods(  # noqa: PLR0913, PLR0917  # each option of the command is
             _plot(results.methods, out.with_suffix(".png"), title)
 
 
+def sweep(
+    model: ModelName,
+    text: TextFile = None,
+    calibration: _CALIBRATION = None,
+    stats: Annotated[Path | None, typer.Option(help="Statistics for graded caches, of kvslim calibrate.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens prefilled and compressed per window.")] = 2048,
+    windows: Annotated[int, typer.Option(help="Windows, spread evenly over the text.")] = 6,
+    ratios: Annotated[str, typer.Option(help="Ratios of jolt and graded, comma-separated.")] = "2,2.5,3,3.5,4,5,6,8",
+    out: Annotated[Path, typer.Option(help="JSON file for the results; a PNG is written beside it.")] = Path(
+        "sweep.json"
+    ),
+    bos: Annotated[bool, typer.Option("--bos", help="Start each window with the beginning-of-text token.")] = False,
+) -> None:
+    """Measure every method at many ratios, draw them, and say where graded caches are not the best at equal bytes."""
+    from kvslim.evaluating.results import EvalResults
+    from kvslim.evaluating.sweep import beaten, near_lossless, plot_sweep, sweep_methods
+
+    try:
+        chosen = [float(part) for part in ratios.split(",") if part.strip()]
+    except ValueError:
+        raise ConfigError(f"--ratios are numbers with commas between them, such as 2,3,4, not {ratios!r}.") from None
+    evaluate_methods(
+        model,
+        ",".join(sweep_methods(chosen)),
+        text,
+        calibration,
+        stats,
+        tokens=tokens,
+        windows=windows,
+        bos=bos,
+        out=out,
+    )
+    results = EvalResults.from_json(out.read_text(encoding="utf-8"))
+    plot_sweep(results.methods, out.with_suffix(".png"), f"{model}: {tokens} tokens cached, {windows} windows")
+    for sentence in beaten(results.methods) or ["No method diverges less than graded caches at equal bytes."]:
+        typer.echo(sentence)
+    if best := near_lossless(results.methods):
+        typer.echo(f"Near lossless (KL at most .001, agreement at least 99 %) up to {best.ratio:.2f}x ({best.method}).")
+    typer.echo(f"Written: {out}, {out.with_suffix('.png')}", err=True)
+
+
 def _check_out(out: Path | None, plot: bool) -> None:
     """Refuse, before any work, places where the results or the plot beside them cannot be written."""
     from kvslim.files import check_writable

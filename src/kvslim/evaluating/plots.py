@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart with every kind of colour vision."""
 
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def new_figure(width: float, height: float, columns: int = 1, rows: int = 1) -> tuple[Figure, list[Axes]]:
@@ -64,7 +64,7 @@ def plot_quality(methods: Sequence[MethodResult], path: Path, title: str) -> Non
             [one.kl for one in chosen],
             linestyle="-" if len(chosen) > 1 else "none",
             linewidth=1,
-            marker=_MARKERS[index % len(_MARKERS)],
+            marker=MARKERS[index % len(MARKERS)],
             color=COLOURS[index % len(COLOURS)],
             label=family,
         )

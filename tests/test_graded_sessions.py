@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny import build
 from transformers import PreTrainedModel
 
 import kvslim
@@ -26,8 +25,9 @@ from kvslim.caching.snapshot import take
 from kvslim.checkpointing.session_graded import GradedRecord, GradedRecords, width_bytes
 from kvslim.errors import BudgetError, CacheStateError, CheckpointError, ConfigError
 from kvslim.graded import GradedCache, GradedConfig, GradedStats
-from kvslim.quantizing.channels import WIDTHS, layout_of
+from kvslim.quantizing.channels import WIDTHS, ChannelLayout, layout_of
 from kvslim.types import Rope
+from tiny import build
 
 FUZZ: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 KINDS = ["llama-gqa", "gemma3", "qwen3", "llama-mqa"]
@@ -52,11 +52,16 @@ def scores(model: Any, ids: torch.Tensor, cache: GradedCache) -> torch.Tensor:
     return logits
 
 
-def filled(kind: str, tokens: int = 300, rows: int = 1, mask: torch.Tensor | None = None, **options: Any) -> Any:
-    """A compressed cache, with its model and statistics."""
+def filled(
+    kind: str, tokens: int = 300, rows: int = 1, mask: torch.Tensor | None = None, spikes: bool = False, **options: Any
+) -> Any:
+    """A compressed cache, with its model and statistics; ``spikes`` are three tokens that lie outside all levels."""
     model, stats = made(kind)
     cache = GradedCache(model, stats, attention_mask=mask, **{"ratio": 3, **options})
     scores(model, prompt(tokens, rows), cache)
+    for layer in cache.compressible if spikes else ():
+        for dense in (layer.keys, layer.values):
+            dense[:, :, 60:240:70] *= 40
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a row too short for its ratio
         cache.compress()
@@ -72,7 +77,7 @@ def differences(one: Any, two: Any, path: str = "", seen: dict[int, int] | None 
         if one.dtype != two.dtype or not torch.equal(one, two):
             yield path
     elif dataclasses.is_dataclass(one):
-        if seen.setdefault(id(one), id(two)) != id(two) and not isinstance(one, Rope):
+        if seen.setdefault(id(one), id(two)) != id(two) and not isinstance(one, Rope | ChannelLayout):
             yield f"{path}: shared otherwise"
         for field in dataclasses.fields(one):
             yield from differences(getattr(one, field.name), getattr(two, field.name), f"{path}.{field.name}", seen)
@@ -109,7 +114,8 @@ def resumed(cache: Any, path: Path, model: PreTrainedModel, stats: GradedStats) 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("preset", ["quality", "speed"])
 def test_a_cache_comes_back_bit_for_bit(tmp_path: Path, kind: str, preset: str) -> None:
-    model, stats, cache = filled(kind, 280, rows=2, preset=preset, outliers=0.02, sinks=0, window=5)
+    model, stats, cache = filled(kind, 280, rows=2, spikes=True, preset=preset, outliers=0.02, sinks=0, window=5)
+    assert any("3 exact" in cell.plan for cell in cache.cells)
     scores(model, prompt(3, 2, seed=1), cache)
     again = resumed(cache, tmp_path / "s", model, stats)
     more = prompt(4, 2, seed=2)
@@ -148,7 +154,7 @@ def test_left_padding_and_a_row_that_stays_exact(tmp_path: Path) -> None:
 
 
 def test_beams_sealed_stretches_and_crops(tmp_path: Path) -> None:
-    model, stats, cache = filled("llama-gqa", 300, seal=None, ratio=2, outliers=0.02)
+    model, stats, cache = filled("llama-gqa", 300, spikes=True, seal=None, ratio=2, outliers=0.02)
     alone = cache.serialized_nbytes
     cache.batch_repeat_interleave(3)
     assert cache.serialized_nbytes == alone  # beams share their storage on disk too
@@ -165,6 +171,7 @@ def test_beams_sealed_stretches_and_crops(tmp_path: Path) -> None:
         cache.crop(-tokens)
         assert_same(cache, resumed(cache, tmp_path / "s", model, stats))
     assert len({cell.start for cell in cache.cells}) == 1
+    assert all("2 exact" in cell.plan for cell in cache.cells)
 
 
 @pytest.mark.parametrize("tokens", [5, 300])  # inside the window of 6, and beyond
@@ -223,7 +230,7 @@ def test_other_statistics_or_none_are_refused(tmp_path: Path) -> None:
     assert others.digest != stats.digest
     with pytest.raises(CacheStateError, match=r"Pass stats=GradedStats\.load"):
         kvslim.load_cache(tmp_path / "s", model)
-    with pytest.raises(CacheStateError, match="other calibration statistics .*or prefill again"):
+    with pytest.raises(CacheStateError, match=r"other calibration statistics .*or prefill again"):
         kvslim.load_cache(tmp_path / "s", model, stats=others)
     with pytest.raises(ConfigError, match="stats is a GradedStats"):
         kvslim.load_cache(tmp_path / "s", model, stats="stats")  # type: ignore[arg-type]
@@ -243,7 +250,7 @@ def test_one_changed_number_changes_the_digest() -> None:
 
 
 def test_a_cache_that_is_not_coded_as_its_settings_say(tmp_path: Path) -> None:
-    model, stats, cache = filled("llama-gqa")
+    _, _, cache = filled("llama-gqa")
     cache.config, before = GradedConfig(ratio=3, run=16), cache.config
     with pytest.raises(CacheStateError, match="not coded as its settings"):
         cache.save(tmp_path / "s")
@@ -251,7 +258,6 @@ def test_a_cache_that_is_not_coded_as_its_settings_say(tmp_path: Path) -> None:
     with pytest.raises(CacheStateError, match="not coded as its settings"):
         cache.save(tmp_path / "s")
     assert not list(tmp_path.iterdir())
-    assert kvslim.GradedCache(model, stats, ratio=3).serialized_nbytes if False else True
 
 
 def test_the_store_keeps_graded_sessions_apart(tmp_path: Path) -> None:
@@ -292,7 +298,7 @@ def test_what_is_written_is_within_the_budget(tmp_path: Path, preset: str, kv_he
     for tokens in (257, 300, 1000, 2048):
         dense = GradedCache(model, stats, ratio=1, preset=preset)
         scores(model, prompt(tokens), dense)
-        for ratio in (1.0, 2.0, 3.3, 4.0, 6.0, 8.0, 16.0):
+        for ratio in (1.0, 2.0, 3.3, 4.0, 8.0, 16.0):
             cache: Any = GradedCache(model, stats, ratio=ratio, preset=preset)
             for layer, full in zip(cache.compressible, dense.compressible, strict=True):
                 layer.update(full.keys, full.values)
@@ -307,19 +313,19 @@ def test_what_is_written_is_within_the_budget(tmp_path: Path, preset: str, kv_he
         cache.compress()
         cache.save(tmp_path / "s")
         assert (tmp_path / "s").stat().st_size - cache.serialized_nbytes == cache.tail_nbytes == 0
-    assert written >= 18
+    assert written >= 15
     assert refused or kv_heads > 1
 
 
 def test_what_is_set_aside_covers_the_description(tmp_path: Path) -> None:
-    """The longest that a description gets, for 1 and 40 layers, and sealed stretches behind it."""
+    """The longest that a description gets, for 1 and 8 layers, and sealed stretches behind it."""
     rope = {
         "rope_type": "yarn", "rope_theta": 1234567.123456, "factor": 39.99999,
         "original_max_position_embeddings": 32768, "beta_fast": 32.123456, "beta_slow": 1.1234567,
         "mscale": 0.707106781, "mscale_all_dim": 1.123456789,
         "attention_factor": 1.13456789012, "partial_rotary_factor": 0.12345678901, "truncate": False,
     }  # fmt: skip
-    for layers in (1, 40):
+    for layers in (1, 8):
         model = build("llama-gqa", layers=layers, hidden_size=16, head_dim=12, intermediate_size=16)
         stats = kvslim.calibrate(model, None, prompt(64, 8))
         long = GradedConfig(
@@ -349,7 +355,7 @@ def test_what_is_set_aside_covers_the_description(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    _, _, cache = filled("llama-gqa", 260, rows=2, outliers=0.02, window=3)
+    _, _, cache = filled("llama-gqa", 260, rows=2, spikes=True, outliers=0.02, window=3)
     path = tmp_path_factory.mktemp("graded") / "s"
     cache.save(path, prompt(260, 2))
     assert any("exact" in cell.plan for cell in cache.cells)
@@ -419,11 +425,8 @@ def test_forged_descriptions(saved: Path, tmp_path: Path, change: Any, words: st
 
 
 def test_outliers_beyond_their_tokens_are_refused(saved: Path, tmp_path: Path) -> None:
-    model, stats, cache = filled("llama-gqa", 260, rows=2, outliers=0.02, window=3)
-    assert cache.prefix is not None
-    at = next(b.outlier_at for s in cache.prefix.rows[0].stretches[1:2] for p in (*s.keys, *s.values)
-              if len((b := p.block).outlier_at))  # fmt: skip
-    pattern = bytes(at.numpy().tobytes())
+    model, stats = made("llama-gqa")
+    pattern = struct.pack("<3i", 60 - 4, 130 - 4, 200 - 4)  # behind the sinks
 
     def change(_: dict[str, Any], __: dict[str, Any], body: bytearray) -> None:
         place = bytes(body).index(pattern)

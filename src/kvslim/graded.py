@@ -291,8 +291,8 @@ class GradedCache(StoredCache):
 
     def drift(self) -> float:
         """What the errors cost over what calibration predicts for these widths; about 1 for text like that."""
-        predicted = sum(cell.expected for cell in self.cells)
-        return sum(cell.cost for cell in self.cells) / predicted if predicted else 1.0
+        predicted = math.fsum(cell.expected for cell in self.cells)  # the same in any order of the cells
+        return math.fsum(cell.cost for cell in self.cells) / predicted if predicted else 1.0
 
     def report(self) -> CacheReport:
         """As :meth:`CompressedCache.report`; the note says if the text is unlike that of the calibration."""

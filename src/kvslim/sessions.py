@@ -61,9 +61,12 @@ def load_session(
         CheckpointError: the file is missing, truncated, was edited, is no session or of a newer format.
         CacheStateError: the session is of another model, dtype, rotation, tokenizer or calibration; the message says
             which.
+        ConfigError: ``stats`` is none.
         UnsupportedModelError: the model has no row in the family table.
     """
     place = Path(path)
+    if stats is not None and not isinstance(stats, GradedStats):
+        raise ConfigError(f"stats is a GradedStats (kvslim.calibrate, GradedStats.load), not {stats!r:.80}.")
 
     def empty(about: About, fields: dict[str, Any]) -> JoltCache | GradedCache:
         if about.method == "jolt":
@@ -90,8 +93,6 @@ def _the_stats(path: Path, about: About, stats: GradedStats | None) -> GradedSta
             f"The session {path} is of a GradedCache, whose codes need the calibration statistics that it was made "
             f"with (SHA-256 {about.stats}). Pass stats=GradedStats.load(...)."
         )
-    if not isinstance(stats, GradedStats):
-        raise ConfigError(f"stats is a GradedStats (kvslim.calibrate, GradedStats.load), not {stats!r:.80}.")
     if stats.digest != about.stats:
         raise CacheStateError(
             f"The session {path} was made with other calibration statistics (SHA-256 {about.stats}) than those given "

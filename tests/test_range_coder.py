@@ -58,7 +58,7 @@ def test_every_block_comes_back(block: tuple[torch.Tensor, ChannelLayout]) -> No
     tokens=st.sampled_from([200, 199, 201, 0, 800]),
 )
 def test_damaged_bytes_are_refused_or_rows_of_codes(edits: list[tuple[float, int]], cut: int, tokens: int) -> None:
-    layout = layout_of([4, 2, 0, 3, 8, 1], 8, 48)
+    layout = layout_of([4, 2, 0, 3, 3, 4], 8, 48)
     data = bytearray(encode_codes(gaussian(200, layout), layout))
     assert data[0] == 1
     for where, flip in edits:

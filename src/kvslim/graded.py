@@ -24,13 +24,15 @@ from torch import Tensor
 from kvslim.allocating.water_filling import Filling, FloatArray, IntArray, fill
 from kvslim.attending.families import rope_of, text_config
 from kvslim.attending.layout import compressible_layers
-from kvslim.caching.budgeted import BudgetedCache
 from kvslim.caching.cells import Cell, Coded, gather, take_off
 from kvslim.caching.graded_block import GradedBasis, clipping, encode_graded, outlier_bytes
 from kvslim.caching.report import CacheReport, stretch_header_bytes
 from kvslim.calibrating.corpora import default_mix, origin_of
 from kvslim.calibrating.graded_stats import ChannelTable, GradedCalibration, GradedStats, calibrate_graded
 from kvslim.calibrating.mixing import windows_of
+from kvslim.checkpointing.session import Settings
+from kvslim.checkpointing.session_cache import StoredCache
+from kvslim.checkpointing.session_graded import width_bytes
 from kvslim.errors import BudgetError, ConfigError
 from kvslim.graded_config import PRESETS, QUALITY, SPEED, GradedConfig
 from kvslim.quantizing.channels import ChannelLayout, layout_of
@@ -172,7 +174,7 @@ def _offer(table: ChannelTable, tokens: int, config: GradedConfig) -> tuple[Floa
     return errors, np.array(bits, dtype=np.int64)
 
 
-class GradedCache(BudgetedCache):
+class GradedCache(StoredCache):
     """A KV cache of graded latents; pass it as ``past_key_values`` to ``model.generate()``.
 
     ``GradedCache(model, stats, ratio=4)`` or ``GradedCache(model, stats, GradedConfig(...))``; ``preset="speed"`` with
@@ -227,9 +229,14 @@ class GradedCache(BudgetedCache):
         self._model = weakref.ref(model)
         self.stats = stats
         self._tables = list(zip(stats.of("keys" if config.pre_rope else "rotated"), stats.of("values"), strict=True))
-        self._bases = bases_of(stats, pre_rope=config.pre_rope, kv_heads=shape.kv_heads)
+        self.bases = bases_of(stats, pre_rope=config.pre_rope, kv_heads=shape.kv_heads)
         self._plans: dict[tuple[int, int], GradedPlan] = {}
-        self._found: list[tuple[Cell, Tensor, float]] = []
+
+    # ---- sessions on disk ----------------------------------------------------------------------------------------
+
+    def session_settings(self) -> Settings:
+        """What a session keeps beside the cache; the statistics by their digest."""
+        return Settings(self._model(), self.config.to_dict(), method="graded", stats=self.stats.digest)
 
     # ---- bytes -------------------------------------------------------------------------------------------------
 
@@ -239,7 +246,7 @@ class GradedCache(BudgetedCache):
 
     def _width_bytes(self) -> int:
         features = self.shape.kv_heads * self.shape.head_dim
-        return 2 * self.shape.layers * (-(-features // self.config.run) // 2 + 1)
+        return 2 * self.shape.layers * width_bytes(features, self.config.run)
 
     # ---- planning ----------------------------------------------------------------------------------------------
 
@@ -284,7 +291,7 @@ class GradedCache(BudgetedCache):
 
     def _clipping(self, cell: Cell, plan: GradedPlan) -> Tensor:
         place = (cell.layers[0], cell.kind)
-        basis = self._bases[place]
+        basis = self.bases[place]
         x = take_off(gather(self.compressible, cell), cell, self.rope)
         return clipping(basis.latents(x), plan.layouts[place], basis.costs(x.device))
 
@@ -299,23 +306,18 @@ class GradedCache(BudgetedCache):
         widths, at = plan
         place = (cell.layers[0], cell.kind)
         x = take_off(raw, cell, self.rope)
-        layout = widths.layouts[place]
-        made = encode_graded(x, self._bases[place], layout, at)
+        made = encode_graded(x, self.bases[place], widths.layouts[place], at)
         coded_tokens = made.block.tokens - len(made.block.outlier_at)
-        self._found.append((cell, made.cost, widths.predicted[place] * coded_tokens))
         energy = torch.linalg.vector_norm(x, dtype=torch.float64) ** 2
-        return Coded(cell, made.block, _words(layout, len(made.block.outlier_at)), energy, made.lost)
-
-    def _start_anew(self) -> None:
-        super()._start_anew()
-        self._found = []
+        expected = widths.predicted[place] * coded_tokens
+        return Coded(cell, made.block, made.block.words, energy, made.lost, made.cost, expected)
 
     # ---- what the text did to the plan ---------------------------------------------------------------------------
 
     def drift(self) -> float:
         """What the errors cost over what calibration predicts for these widths; about 1 for text like that."""
-        predicted = sum(expected for _, _, expected in self._found)
-        return sum(float(cost) for _, cost, _ in self._found) / predicted if predicted else 1.0
+        predicted = math.fsum(cell.expected for cell in self.cells)  # the same in any order of the cells
+        return math.fsum(cell.cost for cell in self.cells) / predicted if predicted else 1.0
 
     def report(self) -> CacheReport:
         """As :meth:`CompressedCache.report`; the note says if the text is unlike that of the calibration."""
@@ -323,12 +325,10 @@ class GradedCache(BudgetedCache):
         drift = self.drift()
         if drift <= _DRIFTED:
             return report
-        cell, cost, expected = max(self._found, key=lambda one: float(one[1]) - one[2])
-        kind = ("keys", "values")[cell.kind]
+        worst = max(self.cells, key=lambda cell: cell.cost - cell.expected)
         words = (
-            f"errors cost {drift:.1f} times what the calibration text predicts (most: {kind} of layer "
-            f"{self._model_layers()[cell.layers[0]]}, {float(cost) / max(expected, 1e-300):.1f} times): "
-            "calibrate on text like this"
+            f"errors cost {drift:.1f} times what the calibration text predicts (most: {worst.kind} of layer "
+            f"{worst.layers[0]}, {worst.cost / max(worst.expected, 1e-300):.1f} times): calibrate on text like this"
         )
         return report.with_note(words)
 
@@ -368,10 +368,3 @@ def bases_of(stats: GradedStats, *, pre_rope: bool, kv_heads: int) -> dict[tuple
             for kind, table in enumerate(pair)
         }
     return made[pre_rope]
-
-
-def _words(layout: ChannelLayout, outliers: int) -> str:
-    """A layout in words: the rank, the mean width, and exact tokens."""
-    mean = sum(layout.widths) / len(layout.widths)
-    exact = f", {outliers} exact" if outliers else ""
-    return f"rank {len(layout.kept)}/{layout.channels}, {mean:.2f} bit{exact}"

@@ -15,8 +15,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +25,6 @@ from kvslim.allocating.strategies import STRATEGIES
 from kvslim.attending.families import rope_of, text_config
 from kvslim.attending.layout import compressible_layers
 from kvslim.caching.block import ExactBlock
-from kvslim.caching.budgeted import BudgetedCache
 from kvslim.caching.cells import Cell, Coded, gather, take_off
 from kvslim.caching.offers import Offer, Planned, by_row, least_of
 from kvslim.caching.prefix import CodedStretch
@@ -41,7 +38,8 @@ from kvslim.caching.tucker_residual import (
     encode_on,
     projected_tail,
 )
-from kvslim.checkpointing.session import Settings, serialized_bytes, write_session
+from kvslim.checkpointing.session import Settings
+from kvslim.checkpointing.session_cache import StoredCache
 from kvslim.decomposing.flash import flash_cap, spectra_of_many
 from kvslim.decomposing.hosvd import Hosvd, hosvd
 from kvslim.decomposing.tucker import leading_slabs
@@ -50,7 +48,6 @@ from kvslim.jolt_config import OUR_BITS, PAPER, PAPER_BITS, JoltConfig, Price
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers import PreTrainedTokenizerBase as TokenizerBase
 
 __all__ = ["OUR_BITS", "PAPER", "PAPER_BITS", "JoltCache", "JoltConfig", "Price"]
 
@@ -60,7 +57,7 @@ _STEERED = 0.75  # share of the layer groups that follow the price when they arr
 _LEEWAY = 1.3  # a group that arrives may take so many times its expected share
 
 
-class JoltCache(BudgetedCache):
+class JoltCache(StoredCache):
     """A KV cache that compresses its prefill by JoLT; pass it as ``past_key_values`` to ``model.generate()``.
 
     ``JoltCache(model, ratio=3)`` or ``JoltCache(model, JoltConfig(...))``. Constructing it changes nothing on the
@@ -125,20 +122,6 @@ class JoltCache(BudgetedCache):
         return [tuple(range(first, min(first + size, layers))) for first in range(0, layers, size)]
 
     # ---- sessions on disk ----------------------------------------------------------------------------------------
-
-    def save(
-        self, path: str | PathLike[str], input_ids: Tensor | None = None, tokenizer: TokenizerBase | None = None
-    ) -> None:
-        """Write the cache to one file, from which :func:`kvslim.load_cache` resumes bit for bit in another process.
-
-        Arguments and errors: see :func:`~kvslim.checkpointing.session.write_session`.
-        """
-        write_session(Path(path), self, self.session_settings(), input_ids=input_ids, tokenizer=tokenizer)
-
-    @property
-    def serialized_nbytes(self) -> int:
-        """Bytes that :meth:`save` writes for the compressed prefix, without a tokenizer: what the budget covers."""
-        return serialized_bytes(self, self.session_settings())
 
     def session_settings(self) -> Settings:
         """What a session keeps beside the cache."""

@@ -36,6 +36,7 @@ from kvslim.sessions import load_session
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from kvslim.graded import GradedCache, GradedConfig, GradedStats
     from kvslim.jolt import JoltCache, JoltConfig
 
 _SUFFIX = ".safetensors"
@@ -53,7 +54,7 @@ class Found(NamedTuple):
         tokens: how many, at least one fewer than the prompt has.
     """
 
-    cache: JoltCache
+    cache: JoltCache | GradedCache
     tokens: int
 
 
@@ -85,6 +86,7 @@ class _Head:
     ids: np.ndarray[Any, np.dtype[np.int32]]
     model: ModelIdentity
     config: dict[str, Any]
+    stats: str | None
 
     @property
     def croppable(self) -> bool:
@@ -126,8 +128,12 @@ class SessionStore:
 
     # ---- writing -------------------------------------------------------------------------------------------------
 
-    def put(self, cache: JoltCache, input_ids: Tensor, tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-        """Store ``cache`` and return its name. The same tokens under the same model and settings replace each other.
+    def put(
+        self, cache: JoltCache | GradedCache, input_ids: Tensor, tokenizer: PreTrainedTokenizerBase | None = None
+    ) -> str:
+        """Store ``cache`` and return its name.
+
+        The same tokens under the same model, settings and calibration statistics replace each other.
 
         Args:
             cache: a filled cache of one row without padding.
@@ -152,7 +158,7 @@ class SessionStore:
                 f"The session takes {size} bytes; the store is limited to {self.limit_bytes}. Nothing was removed."
             )
         assert settings.model is not None  # session_bytes has refused that
-        name = _name(identity_of(settings.model), settings.config, ids)
+        name = _name(identity_of(settings.model), settings.config, settings.stats, ids)
         with self._writing():
             incoming = self.directory / _INCOMING
             discard_unfinished(self.directory)  # of processes that were killed: who writes has the lock
@@ -189,8 +195,9 @@ class SessionStore:
         self,
         input_ids: Tensor,
         model: PreTrainedModel,
-        config: JoltConfig | None = None,
+        config: JoltConfig | GradedConfig | None = None,
         *,
+        stats: GradedStats | None = None,
         device: torch.device | str | None = None,
     ) -> Found | None:
         """The cache of the longest beginning of a prompt that is stored, or None.
@@ -203,6 +210,7 @@ class SessionStore:
             input_ids: integers ``(1, tokens)``.
             model: sessions of other models do not count.
             config: nor do sessions with other settings, unless this is None.
+            stats: sessions of graded caches count only if they were made with these calibration statistics.
             device: where the tensors go, by default where the model is.
 
         Raises:
@@ -213,15 +221,17 @@ class SessionStore:
         if prompt.dim() != 2 or prompt.shape[0] != 1 or prompt.is_floating_point():
             raise ConfigError(f"input_ids are integers (1, tokens), not {tuple(prompt.shape)} {prompt.dtype}.")
         wanted, identity, damaged = prompt[0].numpy(), identity_of(model), list[str]()
+        usable = (None, stats.digest if stats is not None else None)
         try:
             candidates = []
             for name, stat, head in self._known(damaged):
-                fits = head.model == identity and (config is None or _same(head.config, config.to_dict()))
+                fits = head.model == identity and head.stats in usable
+                fits = fits and (config is None or _same(head.config, config.to_dict()))
                 tokens = head.usable(wanted) if fits else 0
                 if tokens >= LEAST_MATCH:
                     candidates.append((tokens, -len(head.ids), stat.st_mtime_ns, name))
             for tokens, *_, name in sorted(candidates, reverse=True):
-                if (cache := self._load(name, model, device, damaged, wanted[:tokens])) is not None:
+                if (cache := self._load(name, model, stats, device, damaged, wanted[:tokens])) is not None:
                     crop_to(cache, tokens)
                     with suppress(OSError):  # removed meanwhile, or a directory that may only be read
                         os.utime(self._path(name), ns=(time.time_ns(),) * 2)
@@ -264,19 +274,20 @@ class SessionStore:
         self,
         name: str,
         model: PreTrainedModel,
+        stats: GradedStats | None,
         device: torch.device | str | None,
         damaged: list[str],
         beginning: np.ndarray[Any, np.dtype[np.int64]],
-    ) -> JoltCache | None:
+    ) -> JoltCache | GradedCache | None:
         try:
-            session = load_session(self._path(name), model, device=device)
+            session = load_session(self._path(name), model, stats=stats, device=device)
             ids = session.input_ids
             if (
                 ids is None or ids[0, : len(beginning)].tolist() != beginning.tolist()
             ):  # not the file that was looked at
                 self._heads.pop(name, None)
                 return None
-            cache: JoltCache = session.cache
+            cache: JoltCache | GradedCache = session.cache
             return cache
         except UnreadableHereError:  # removed meanwhile
             return None
@@ -328,12 +339,13 @@ def _read_head(path: Path, *, whole: bool = False) -> _Head:
             raise file.damaged("it has not the token ids of one row")
         if whole:
             file.check_data()
-        return _Head(ids[0].numpy().astype(np.int32), about.model, about.config_of(file))
+        return _Head(ids[0].numpy().astype(np.int32), about.model, about.config_of(file), about.stats)
 
 
-def _name(identity: ModelIdentity, config: dict[str, Any], ids: Tensor) -> str:
-    """The same for the same tokens, model and settings."""
-    what = json.dumps([identity.to_dict(), config], sort_keys=True).encode()
+def _name(identity: ModelIdentity, config: dict[str, Any], stats: str | None, ids: Tensor) -> str:
+    """The same for the same tokens, model, settings and calibration statistics."""
+    parts = [identity.to_dict(), config, *([stats] if stats is not None else [])]
+    what = json.dumps(parts, sort_keys=True).encode()
     return hashlib.sha256(what + ids.to("cpu", torch.int32).numpy().tobytes()).hexdigest()[:40]
 
 

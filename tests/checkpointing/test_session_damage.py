@@ -119,8 +119,8 @@ def test_the_forger_makes_files_that_load(model: PreTrainedModel, path: Path) ->
 
 
 def test_a_newer_format_is_named(model: PreTrainedModel, path: Path) -> None:
-    forge(path, lambda entries, *_: entries["__metadata__"].update(kvslim_session="2"))
-    with pytest.raises(CheckpointError, match=r"format version 2; .* Update kvslim"):
+    forge(path, lambda entries, *_: entries["__metadata__"].update(kvslim_session="3"))
+    with pytest.raises(CheckpointError, match=r"format version 3; .* Update kvslim"):
         kvslim.load_cache(path, model)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvslim.caching.block import Block
+from kvslim.caching.graded_block import GradedBlock
 from kvslim.caching.layer import CompressedLayer
 from kvslim.caching.prefix import CodedStretch, PlacedBlock, Prefix
 from kvslim.caching.report import CellReport
@@ -84,6 +85,8 @@ class Coded:
         words: the plan in words.
         energy: ``‖X‖²``, a number or a scalar tensor that is still being computed.
         lost: ``‖X - X̂‖²``, likewise.
+        cost: what the errors cost by a calibration, likewise; 0 without one.
+        expected: what the calibration predicts for them.
     """
 
     cell: Cell
@@ -91,6 +94,8 @@ class Coded:
     words: str
     energy: Tensor | float
     lost: Tensor | float
+    cost: Tensor | float = 0.0
+    expected: float = 0.0
 
 
 def measured(cell: Cell, x: Tensor, block: Block, words: str) -> Coded:
@@ -105,11 +110,11 @@ def measured(cell: Cell, x: Tensor, block: Block, words: str) -> Coded:
 def reports_of(coded: Sequence[Coded], model_layers: Sequence[int]) -> list[CellReport]:
     """Bytes and errors of encoded cells; waits for the device once."""
     pairs = [torch.as_tensor(value, dtype=torch.float64).cpu() if isinstance(value, float) else value.double()
-             for one in coded for value in (one.energy, one.lost)]  # fmt: skip
+             for one in coded for value in (one.energy, one.lost, one.cost)]  # fmt: skip
     device = next((pair.device for pair in pairs if pair.is_cuda), torch.device("cpu"))
     numbers = torch.stack([pair.to(device) for pair in pairs]).tolist() if pairs else []
     reports = []
-    for one, energy, lost in zip(coded, numbers[::2], numbers[1::2], strict=True):
+    for one, energy, lost, cost in zip(coded, numbers[::3], numbers[1::3], numbers[2::3], strict=True):
         report = CellReport(
             row=one.cell.span.row,
             layers=tuple(model_layers[slot] for slot in one.cell.layers),
@@ -119,6 +124,8 @@ def reports_of(coded: Sequence[Coded], model_layers: Sequence[int]) -> list[Cell
             error=(max(0.0, lost) / energy) ** 0.5 if energy else 0.0,
             energy=energy,
             start=one.cell.span.place,
+            cost=cost,
+            expected=one.expected,
         )
         reports.append(report)
     return reports
@@ -144,7 +151,8 @@ def reports_after_crop(
         if (stretch := coded_at(prefix, report.row, report.start)) is not None:
             blocks = (stretch.keys, stretch.values)[KINDS.index(report.kind)]
             block = blocks[model_layers.index(report.layers[0])].block
-            kept.append(dataclasses.replace(report, nbytes=block.nbytes))
+            words = block.words if isinstance(block, GradedBlock) else report.plan
+            kept.append(dataclasses.replace(report, nbytes=block.nbytes, plan=words))
     return kept
 
 

@@ -24,6 +24,13 @@ def outlier_bytes(count: int, features: int) -> int:
     return count * (2 * features + 4)
 
 
+def layout_words(layout: ChannelLayout, outliers: int) -> str:
+    """A layout in words: the rank, the mean width, and exact tokens."""
+    mean = sum(layout.widths) / len(layout.widths)
+    exact = f", {outliers} exact" if outliers else ""
+    return f"rank {len(layout.kept)}/{layout.channels}, {mean:.2f} bit{exact}"
+
+
 class GradedBasis:
     """The channels of one layer's keys or values, on the devices where they are used. No block counts its bytes.
 
@@ -110,6 +117,11 @@ class GradedBlock:
     @property
     def nbytes(self) -> int:
         return storage_bytes(iter_tensors(self))
+
+    @property
+    def words(self) -> str:
+        """What was chosen, for a report."""
+        return layout_words(self.layout, len(self.outlier_at))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         latents = channels.decode(self.codes[start:stop], self.scales, self.layout)

@@ -35,6 +35,8 @@ class CellReport:
         error: relative Frobenius error ``‖X - X̂‖ / ‖X‖``, measured.
         energy: ``‖X‖²``, so that errors of cells can be pooled.
         start: tokens of the row before the cell; later stretches are sealed ones.
+        cost: what its errors cost by a calibration, summed over tokens; 0 for methods that have none.
+        expected: what the calibration predicts for these errors, likewise.
     """
 
     row: int
@@ -45,6 +47,8 @@ class CellReport:
     error: float
     energy: float
     start: int = 0
+    cost: float = 0.0
+    expected: float = 0.0
 
 
 def pooled_error(cells: list[CellReport], kind: str) -> float:

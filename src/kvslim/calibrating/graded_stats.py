@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,7 +27,7 @@ from kvslim.calibrating.cached_moments import (
     calibrate_moments,
     rope_or_none,
 )
-from kvslim.calibrating.stats_file import read_about, read_stats, write_stats
+from kvslim.calibrating.stats_file import read_about, read_stats, stats_digest, write_stats
 from kvslim.checkpointing.fingerprint import ModelIdentity, identity_of
 from kvslim.config import JsonConfig, is_count
 from kvslim.decomposing.channel_basis import METRICS, ChannelBasis, Metric, channel_basis
@@ -167,6 +168,11 @@ class GradedStats:
         """Bytes of all tables."""
         parts = (getattr(self.tables, f"{kind}_{part}") for kind in KINDS for part in _PARTS)
         return sum(t.numel() * t.element_size() for part in parts for t in part)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of all tables: what codes made with them are bound to. Computed once, a second per gigabyte or so."""
+        return stats_digest(self.tables)
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Refuse another model, or the same in another dtype.

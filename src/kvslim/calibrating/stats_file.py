@@ -27,6 +27,11 @@ _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16"}
 Stats = TypeVar("Stats")
 
 
+def stats_digest(stats: Any) -> str:
+    """SHA-256 of everything in a dataclass of statistics, the same in every process and on every device."""
+    return _hash(*_taken_apart(stats))
+
+
 def write_stats(stats: Any, path: Path, about: dict[str, Any] | None = None) -> None:
     """Write a dataclass of tensors, tuples of tensors and counts; the file appears whole or not at all.
 
@@ -38,17 +43,7 @@ def write_stats(stats: Any, path: Path, about: dict[str, Any] | None = None) -> 
     Raises:
         ConfigError: it cannot be written.
     """
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
-    for field in dataclasses.fields(stats):
-        value = getattr(stats, field.name)
-        if isinstance(value, Tensor):
-            tensors[field.name] = value
-        elif isinstance(value, tuple):
-            tensors |= {f"{field.name}.{index}": one for index, one in enumerate(value)}
-            plain[field.name] = {"tensors": len(value)}
-        else:
-            plain[field.name] = value
+    tensors, plain = _taken_apart(stats)
     described = {"kind": type(stats).__name__, "fields": plain, "about": about or {}, "sha256": _hash(tensors, plain)}
     metadata = {"format": _FORMAT, "version": str(FORMAT_VERSION), "description": json.dumps(described)}
     entries = {
@@ -86,6 +81,22 @@ def read_about(path: Path) -> dict[str, Any]:
     """What the statistics in a file belong to, as their writer put it. Errors as in :func:`read_stats`."""
     about: dict[str, Any] = _describe(path)["about"]
     return about
+
+
+def _taken_apart(stats: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors by name, and the other fields."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(stats):
+        value = getattr(stats, field.name)
+        if isinstance(value, Tensor):
+            tensors[field.name] = value
+        elif isinstance(value, tuple):
+            tensors |= {f"{field.name}.{index}": one for index, one in enumerate(value)}
+            plain[field.name] = {"tensors": len(value)}
+        else:
+            plain[field.name] = value
+    return tensors, plain
 
 
 def _assembled(kind: type[Stats], plain: dict[str, Any], tensors: dict[str, Tensor]) -> Stats:

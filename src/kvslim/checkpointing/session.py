@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from kvslim.caching.prefix import Prefix
 from kvslim.caching.report import CellReport
 from kvslim.caching.snapshot import SlidingState, Snapshot, layer_groups, restore, take
 from kvslim.checkpointing.fingerprint import ModelIdentity, identity_of, tokenizer_hash
-from kvslim.checkpointing.session_about import About
+from kvslim.checkpointing.session_about import About, Method
 from kvslim.checkpointing.session_blocks import Codec, put_together, take_apart, tensor_forms
 from kvslim.checkpointing.session_file import Part, SessionFile, UnreadableHereError, file_bytes, write
+from kvslim.checkpointing.session_graded import GradedCodec, HasBases
+from kvslim.checkpointing.session_tucker import TuckerCodec
 from kvslim.errors import CacheStateError, ConfigError
 
 if TYPE_CHECKING:
@@ -41,11 +43,15 @@ class Settings:
         model: the model that filled the cache, None if it is gone.
         config: its settings as JSON values.
         price: numbers that it plans the next prompt by.
+        method: whose cache it is.
+        stats: digest of the calibration statistics that its codes need, if they do.
     """
 
     model: PreTrainedModel | None
     config: dict[str, Any]
     price: tuple[float, ...] = ()
+    method: Method = "jolt"
+    stats: str | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ def serialized_bytes(
 def read_session(
     path: Path,
     model: PreTrainedModel,
-    make_cache: Callable[[dict[str, Any]], CompressedCache],
+    make_cache: Callable[[About, dict[str, Any]], CompressedCache],
     *,
     device: torch.device | str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -136,7 +142,7 @@ def read_session(
     Args:
         path: the file.
         model: the model that the cache is for; it must be the one that filled it.
-        make_cache: makes an empty cache for ``model`` from the settings.
+        make_cache: makes an empty cache for ``model`` from what the session is about and the settings; may refuse.
         device: where the tensors go, by default where the model is.
         tokenizer: compared with that of the session.
 
@@ -150,7 +156,7 @@ def read_session(
         _check_tokenizer(path, about, tokenizer)
         file.check_data()
         try:
-            cache = make_cache(about.config_of(file))
+            cache = make_cache(about, about.config_of(file))
         except (ConfigError, TypeError) as error:  # of values that no JSON writer of ours makes
             raise UnreadableHereError(f"The settings of the session {path} are none of this kvslim: {error}") from error
         device = torch.device(device) if device is not None else model.device
@@ -203,7 +209,7 @@ def _parts(
     weights = settings.config.get("weights")
     about = About(
         model=identity_of(settings.model),
-        config={**settings.config, "weights": None},
+        config=settings.config | ({"weights": None} if settings.method == "jolt" else {}),
         dtype=str(state.dtype).removeprefix("torch."),
         weights=len(weights or ()),
         price=len(settings.price),
@@ -212,6 +218,8 @@ def _parts(
         rolled_back=state.rolled_back,
         note=state.note,
         tokenizer=tokenizer_hash(tokenizer) if tokenizer is not None else None,
+        method=settings.method,
+        stats=settings.stats,
     )
     plan, arena = b"", []
     if state.prefix is not None:
@@ -259,15 +267,17 @@ def _checked_ids(input_ids: Tensor, state: Snapshot) -> Tensor:
 
 def codec_of(cache: CompressedCache, about: About) -> Codec:
     """What all blocks of ``cache`` have in common."""
-    return Codec(
-        shape=cache.shape,
-        groups=layer_groups(cache),
-        model_layers=cache._model_layers(),
-        dtype=getattr(torch, about.dtype),
-        levels=about.config["levels"],
-        seed=about.config["seed"],
-        rope=cache.rope,
-    )
+    common: dict[str, Any] = {
+        "shape": cache.shape,
+        "groups": layer_groups(cache),
+        "model_layers": cache._model_layers(),
+        "dtype": getattr(torch, about.dtype),
+        "rope": cache.rope,
+    }
+    config = about.config
+    if about.method == "jolt":
+        return TuckerCodec(**common, levels=config["levels"], seed=config["seed"])
+    return GradedCodec(**common, bases=cast(HasBases, cache).bases, run=config["run"])
 
 
 # ---- what comes out of it --------------------------------------------------------------------------------------------

@@ -1,41 +1,42 @@
-"""A compressed prefix taken apart into a plan and tensors, and put together again."""
+"""A compressed prefix taken apart into a plan and tensors, and put together again.
+
+What a cell is made of is the matter of a :class:`Codec`, one per method: :mod:`kvslim.checkpointing.session_tucker` and
+:mod:`kvslim.checkpointing.session_graded`.
+"""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvslim.caching.block import Block, ExactBlock
+from kvslim.caching.block import Block
 from kvslim.caching.cells import KINDS
 from kvslim.caching.prefix import CodedStretch, CompressedRow, ExactStretch, PlacedBlock, Prefix, Stretch
 from kvslim.caching.report import CellReport
-from kvslim.caching.tucker_residual import COPY_BITS, CellPlan, TuckerResidual
-from kvslim.checkpointing.session_plan import CellRecord, PrefixPlan, RowRecord, StretchRecord
-from kvslim.decomposing.tucker import TuckerFactors
-from kvslim.errors import CacheStateError, CheckpointError
-from kvslim.quantizing.codebook import LevelKind
-from kvslim.quantizing.packing import packed_bytes
-from kvslim.quantizing.rotated import RotatedCodes
+from kvslim.checkpointing.session_plan import PrefixPlan, Record, RowRecord, StretchRecord
+from kvslim.errors import CacheStateError
 from kvslim.types import KVShape, Rope
 
 Key = tuple[int, int, str]
 """Stretch, cell (-1 in an exact stretch) and name of a tensor."""
+Form = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 
 
 @dataclass(frozen=True)
-class Codec:
-    """What all blocks of a cache have in common.
+class Codec(ABC):
+    """What all blocks of a cache have in common, and how its method keeps a cell.
 
     Attributes:
         shape: layers, KV heads and head dim of the compressed layers.
         groups: slots of the layers that are coded together.
         model_layers: per slot the number of its layer in the model.
         dtype: of the exact tensors.
-        levels, seed: codebook and rotation of the residuals.
         rope: rotation that is taken off the keys, or None.
     """
 
@@ -43,58 +44,64 @@ class Codec:
     groups: Sequence[tuple[int, ...]]
     model_layers: Sequence[int]
     dtype: torch.dtype
-    levels: LevelKind
-    seed: int
     rope: Rope | None
 
-    def slabs(self, cell: int) -> int:
-        return len(self.groups[cell // 2]) * self.shape.kv_heads
+    @abstractmethod
+    def forms(self, record: Record, cell: int, tokens: int) -> dict[str, Form]:
+        """The tensors of cell ``cell`` of a stretch.
+
+        Raises:
+            CheckpointError: the record does not fit the cell.
+        """
+
+    @abstractmethod
+    def record(self, block: Block, report: CellReport, cell: int) -> Record:
+        """What the plan keeps of a block.
+
+        Raises:
+            CacheStateError: it is not of the form that the format keeps.
+        """
+
+    @abstractmethod
+    def parts(self, block: Block) -> dict[str, Tensor]:
+        """The tensors of a block that are its own, under the names that :meth:`forms` gives."""
+
+    @abstractmethod
+    def block(self, record: Record, mine: Mapping[str, Tensor], basis: Block | None, cell: int, tokens: int) -> Block:
+        """Undo :meth:`record` and :meth:`parts`; ``basis`` is the block that lends its basis, if one does.
+
+        Raises:
+            CheckpointError: the tensors are none that a writer makes.
+        """
+
+    @abstractmethod
+    def check(self, plan: PrefixPlan, stretches: Sequence[Stretch]) -> None:
+        """Refuse what is not written and would not come back.
+
+        Raises:
+            CacheStateError: there is such a thing.
+        """
 
 
 # ---- which tensors there are -----------------------------------------------------------------------------------------
 
 
-def tensor_forms(plan: PrefixPlan, codec: Codec) -> dict[Key, tuple[torch.dtype, tuple[int, ...]]]:
+def tensor_forms(plan: PrefixPlan, codec: Codec) -> dict[Key, Form]:
     """Dtype and shape of every stored tensor, in the order of the arena: wider elements first, so all are aligned.
 
     Raises:
-        CheckpointError: ranks do not fit the cells.
+        CheckpointError: a record does not fit its cell.
     """
-    forms: dict[Key, tuple[torch.dtype, tuple[int, ...]]] = {}
+    forms: dict[Key, Form] = {}
     shape = codec.shape
     for number, part in enumerate(plan.stretches):
         if not part.cells:
             kept = (2, shape.layers, shape.kv_heads, part.tokens, shape.head_dim)
             forms[number, -1, "kept"] = (codec.dtype, kept)
         for index, cell in enumerate(part.cells):
-            for name, form in _cell_forms(cell, codec.slabs(index), part.tokens, codec).items():
+            for name, form in codec.forms(cell, index, part.tokens).items():
                 forms[number, index, name] = form
     return dict(sorted(forms.items(), key=lambda item: -item[1][0].itemsize))
-
-
-def _cell_forms(
-    cell: CellRecord, slabs: int, tokens: int, codec: Codec
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    features = codec.shape.head_dim
-    if cell.exact:
-        return {"kept": (codec.dtype, (slabs, tokens, features))}
-    core_slabs = cell.slab_rank or slabs
-    fits = cell.slab_rank <= slabs and cell.token_rank <= core_slabs * cell.feature_rank
-    if not fits or (cell.feature_rank > features if cell.feature else cell.feature_rank not in (0, features)):
-        raise CheckpointError("The plan of the session is damaged: it has ranks beyond the size of their cell.")
-    shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    if cell.token_rank:
-        shapes["token"] = (torch.float16, (tokens, cell.token_rank))
-        if not cell.inherited:
-            shapes["core"] = (torch.float16, (core_slabs, cell.token_rank, cell.feature_rank))
-            if cell.feature:
-                shapes["feature"] = (torch.float16, (features, cell.feature_rank))
-            if cell.slab_rank:
-                shapes["slab"] = (torch.float16, (slabs, cell.slab_rank))
-    if cell.bits:
-        shapes["scales"] = (torch.float16, (slabs, tokens))
-        shapes["codes"] = (torch.uint8, (slabs, tokens, packed_bytes(features, cell.bits)))
-    return shapes
 
 
 def arena_bytes(plan: PrefixPlan, codec: Codec) -> int:
@@ -116,18 +123,18 @@ def take_apart(prefix: Prefix, reports: Sequence[CellReport], codec: Codec) -> t
     tensors: dict[Key, Tensor] = {}
     records = []
     for number, part in enumerate(stretches):
-        cells: list[CellRecord] = []
+        cells: list[Record] = []
         if isinstance(part, ExactStretch):
             tensors[number, -1, "kept"] = part.kept
         else:
             first_row = next(index for index, row in enumerate(prefix.rows) if any(s is part for s in row.stretches))
-            for index, block in enumerate(_blocks(part, codec)):
+            for index, block in enumerate(blocks_of(part, codec)):
                 layers = tuple(codec.model_layers[slot] for slot in codec.groups[index // 2])
                 report = measured.get((first_row, part.place, layers, KINDS[index % 2]))
                 if report is None:
                     raise CacheStateError("The report of the cache does not cover its cells.")
-                cells.append(_record(block, report, codec))
-                tensors |= {(number, index, name): tensor for name, tensor in _parts(block).items()}
+                cells.append(codec.record(block, report, index))
+                tensors |= {(number, index, name): tensor for name, tensor in codec.parts(block).items()}
         records.append(StretchRecord(part.column, part.place, part.tokens, tuple(cells)))
     places = {id(part): number for number, part in enumerate(stretches)}
     numbers = {id(row): number for number, row in enumerate(rows)}
@@ -137,7 +144,7 @@ def take_apart(prefix: Prefix, reports: Sequence[CellReport], codec: Codec) -> t
         rows=tuple(RowRecord(row.start, tuple(places[id(part)] for part in row.stretches)) for row in rows),
         stretches=tuple(records),
     )
-    _check_inherited(plan, stretches, codec)
+    codec.check(plan, stretches)
     forms = tensor_forms(plan, codec)
     if set(forms) != set(tensors) or any((tensors[k].dtype, tuple(tensors[k].shape)) != forms[k] for k in forms):
         raise CacheStateError("This cache holds tensors of a form that a session cannot keep.")
@@ -149,7 +156,7 @@ def _distinct(prefix: Prefix) -> tuple[list[CompressedRow], list[Stretch]]:
     return rows, list({id(part): part for row in rows for part in row.stretches}.values())
 
 
-def _blocks(part: CodedStretch, codec: Codec) -> list[Block]:
+def blocks_of(part: CodedStretch, codec: Codec) -> list[Block]:
     """The blocks of a stretch, group by group, keys then values."""
     blocks = []
     for group in codec.groups:
@@ -161,71 +168,6 @@ def _blocks(part: CodedStretch, codec: Codec) -> list[Block]:
     if (part.rope is None) != (codec.rope is None):
         raise CacheStateError("The keys of this cache are not rotated as its settings say.")
     return blocks
-
-
-def _record(block: Block, report: CellReport, codec: Codec) -> CellRecord:
-    if isinstance(block, ExactBlock):
-        return CellRecord(exact=True, error=report.error, energy=report.energy)
-    if not isinstance(block, TuckerResidual):
-        raise CacheStateError(f"Sessions keep the blocks of JoltCache, not {type(block).__name__}.")
-    factors, residual = block.factors, block.residual
-    if residual is not None and (residual.kind, residual.seed) != (codec.levels, codec.seed):
-        raise CacheStateError("The residuals of this cache are not coded as its settings say.")
-    return CellRecord(
-        token_rank=factors.core.shape[1] if factors is not None else 0,
-        feature_rank=factors.core.shape[2] if factors is not None else 0,
-        feature=factors is not None and factors.feature is not None,
-        slab_rank=factors.slab.shape[1] if factors is not None and factors.slab is not None else 0,
-        inherited=block.inherited,
-        bits=residual.bits if residual is not None else 0,
-        gain=_exponent(block.gain),
-        code_gain=_exponent(residual.gain) if residual is not None else 0,
-        missed=block.missed,
-        error=report.error,
-        energy=report.energy,
-    )
-
-
-def _exponent(gain: float) -> int:
-    mantissa, exponent = math.frexp(gain)
-    if mantissa != 0.5:
-        raise CacheStateError(f"A gain is a power of two, not {gain!r}.")
-    return exponent - 1
-
-
-def _parts(block: Block) -> dict[str, Tensor]:
-    """The tensors of a block that are its own."""
-    if isinstance(block, ExactBlock):
-        return {"kept": block.kept}
-    assert isinstance(block, TuckerResidual)  # _record has refused the others
-    parts: dict[str, Tensor | None] = {}
-    if block.factors is not None:
-        parts["token"] = block.factors.token
-        if not block.inherited:
-            parts |= {"core": block.factors.core, "feature": block.factors.feature, "slab": block.factors.slab}
-    if block.residual is not None:
-        parts |= {"scales": block.residual.scales, "codes": block.residual.codes}
-    return {name: tensor for name, tensor in parts.items() if tensor is not None}
-
-
-def _check_inherited(plan: PrefixPlan, stretches: Sequence[Stretch], codec: Codec) -> None:
-    """What is inherited is not written, so it must be what reading will put in its place."""
-    for number, index, owner in plan.owners():
-        mine, basis = (_factors(stretches[at], index, codec) for at in (number, owner))
-        pairs = (
-            (mine.core, basis.core[:, : mine.core.shape[1]]),
-            (mine.feature, basis.feature),
-            (mine.slab, basis.slab),
-        )
-        if any(one is not None and two is not None and not torch.equal(one, two) for one, two in pairs):
-            raise CacheStateError("A sealed block of this cache uses a basis that is not that of an earlier block.")
-
-
-def _factors(part: Stretch, index: int, codec: Codec) -> TuckerFactors:
-    block = _blocks(part, codec)[index] if isinstance(part, CodedStretch) else None
-    assert isinstance(block, TuckerResidual)
-    assert block.factors is not None  # the plan says so
-    return block.factors
 
 
 # ---- putting together ------------------------------------------------------------------------------------------------
@@ -240,37 +182,13 @@ def put_together(
     for number in sorted(range(len(plan.stretches)), key=lambda number: plan.stretches[number].place):
         part = plan.stretches[number]
         for index, cell in enumerate(part.cells):
-            mine = {name: tensors[number, index, name] for name in _cell_forms(cell, codec.slabs(index), 1, codec)}
+            mine = {name: tensors[number, index, name] for name in codec.forms(cell, index, part.tokens)}
             basis = blocks.get((owners.get((number, index), -1), index))
-            blocks[number, index] = _block(cell, mine, basis, codec, (codec.slabs(index), part.tokens))
+            blocks[number, index] = codec.block(cell, mine, basis, index, part.tokens)
     stretches = [_stretch(part, number, tensors, blocks, codec) for number, part in enumerate(plan.stretches)]
     rows = [CompressedRow(row.start, tuple(stretches[number] for number in row.stretches)) for row in plan.rows]
     prefix = Prefix(tuple(rows[number] for number in plan.batch), plan.columns, like)
     return prefix, _reports(plan, blocks, codec)
-
-
-def _block(
-    cell: CellRecord, mine: Mapping[str, Tensor], basis: Block | None, codec: Codec, size: tuple[int, int]
-) -> Block:
-    heads, features = codec.shape.kv_heads, codec.shape.head_dim
-    if cell.exact:
-        return ExactBlock(mine["kept"], heads)
-    factors: TuckerFactors | None = None
-    if cell.inherited:
-        assert isinstance(basis, TuckerResidual)
-        assert basis.factors is not None  # the plan has been checked
-        lent = basis.factors
-        factors = TuckerFactors(lent.core[:, : cell.token_rank], mine["token"], lent.feature, lent.slab)
-    elif cell.token_rank:
-        factors = TuckerFactors(mine["core"], mine["token"], mine.get("feature"), mine.get("slab"))
-    residual: RotatedCodes | None = None
-    if cell.bits:
-        codes, scales = mine["codes"], mine["scales"]
-        residual = RotatedCodes(
-            codes, scales, cell.bits, features, codec.levels, codec.seed, math.ldexp(1.0, cell.code_gain)
-        )
-    gain = math.ldexp(1.0, cell.gain)
-    return TuckerResidual(factors, residual, gain, heads, (*size, features), cell.missed, cell.inherited)
 
 
 def _stretch(
@@ -305,18 +223,14 @@ def _reports(plan: PrefixPlan, blocks: Mapping[tuple[int, int], Block], codec: C
                         row=row,
                         layers=tuple(codec.model_layers[slot] for slot in codec.groups[index // 2]),
                         kind=KINDS[index % 2],
-                        plan=str(cell_plan(cell, codec.shape.head_dim)),
+                        plan=cell.words(codec.shape.head_dim),
                         nbytes=block.nbytes,
                         error=cell.error,
                         energy=cell.energy,
                         start=plan.stretches[number].place,
+                        cost=cell.cost,
+                        expected=cell.expected,
                     )
                 )
             seen.add(number)
     return reports
-
-
-def cell_plan(cell: CellRecord, features: int) -> CellPlan:
-    """The plan that a block carries out."""
-    bits = COPY_BITS if cell.exact else cell.bits
-    return CellPlan(cell.token_rank, cell.feature_rank or features, bits, cell.inherited)

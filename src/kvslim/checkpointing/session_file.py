@@ -29,7 +29,8 @@ from kvslim.config import is_count
 from kvslim.errors import CheckpointError
 from kvslim.files import reason, replacing
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest. Files of JoltCache are of version 1, which names no method; all others are of version 2."""
 HEAD = ("plan", "input_ids", "attention_mask")
 """The tensors that are read and checked without the rest."""
 DATA = ("tail", "sliding", "arena")
@@ -107,7 +108,7 @@ def write(path: Path, about: dict[str, Any], head: Sequence[Part], data: Sequenc
 
 
 def _json(about: dict[str, Any], parts: Sequence[Part], head: str, data: str) -> bytes:
-    version = {_KEY: str(FORMAT_VERSION), _HEAD: head, _DATA: data}
+    version = {_KEY: str(FORMAT_VERSION if "method" in about else 1), _HEAD: head, _DATA: data}
     entries: dict[str, Any] = {"__metadata__": {**version, "about": _compact(about)}}
     start = 0
     for part in parts:
@@ -131,6 +132,7 @@ class SessionFile:
     Attributes:
         path: where it is.
         about: what the session is about, as :func:`write` was given it.
+        format_version: of the file.
         head_sha256: identifies the content.
         size: bytes of the file.
 
@@ -233,7 +235,8 @@ class SessionFile:
             version = metadata[_KEY]
             if not isinstance(version, str) or not version.isascii() or not version.isdigit() or len(version) > 9:
                 raise ValueError("it has no format version")
-            if int(version) > FORMAT_VERSION:
+            self.format_version = int(version)
+            if self.format_version > FORMAT_VERSION:
                 raise UnreadableHereError(
                     f"The session {self.path} has format version {version}; this kvslim reads up to {FORMAT_VERSION}. "
                     "Update kvslim."

@@ -13,9 +13,8 @@ from typing import Any
 from kvslim.caching.cells import KINDS
 from kvslim.checkpointing.fingerprint import ModelIdentity
 from kvslim.checkpointing.session_about import About
-from kvslim.checkpointing.session_blocks import cell_plan
-from kvslim.checkpointing.session_file import FORMAT_VERSION, SessionFile
-from kvslim.checkpointing.session_plan import CellRecord, PrefixPlan
+from kvslim.checkpointing.session_file import SessionFile
+from kvslim.checkpointing.session_plan import PrefixPlan, Record
 from kvslim.types import KVShape
 
 
@@ -27,6 +26,8 @@ class SessionInfo:
         path: where it is.
         format_version: of the file.
         kvslim: version that wrote it.
+        method: ``jolt`` or ``graded``.
+        stats: digest of the calibration statistics that it was made with, or None.
         model: what the model must be.
         tokenizer: a tokenizer is recorded, to be compared.
         config: settings of the cache.
@@ -51,6 +52,8 @@ class SessionInfo:
     path: Path
     format_version: int
     kvslim: str
+    method: str
+    stats: str | None
     model: ModelIdentity
     tokenizer: bool
     config: dict[str, Any]
@@ -92,6 +95,8 @@ class SessionInfo:
             f"  model: {self.model.summary()}; {tokenizer}",
             f"  written by kvslim {self.kvslim}, format {self.format_version}; keys and values in {self.dtype}",
         ]
+        if self.stats is not None:
+            lines.append(f"  method: {self.method}, with the statistics {self.stats[:12]}…")
         if self.dense_bytes:
             lines += [
                 f"  compressed prefix: {self.coded_tokens} of {self.prefix_tokens} tokens coded, "
@@ -127,8 +132,10 @@ def info(path: str | PathLike[str]) -> SessionInfo:
         shape = KVShape(model.layers - model.sliding, model.kv_heads, model.head_dim)
         return SessionInfo(
             path=file.path,
-            format_version=FORMAT_VERSION,
+            format_version=file.format_version,
             kvslim=about.kvslim,
+            method=about.method,
+            stats=about.stats,
             model=model,
             tokenizer=about.tokenizer is not None,
             config=about.config_of(file),
@@ -148,7 +155,7 @@ def info(path: str | PathLike[str]) -> SessionInfo:
             key_error=_pooled(cells[::2]),
             value_error=_pooled(cells[1::2]),
             plans={
-                kind: tuple(Counter(str(cell_plan(cell, shape.head_dim)) for cell in cells[at::2]).most_common())
+                kind: tuple(Counter(cell.words(shape.head_dim) for cell in cells[at::2]).most_common())
                 for at, kind in enumerate(KINDS if cells else ())
             },
             note=about.note,
@@ -160,6 +167,6 @@ def _coded(plan: PrefixPlan) -> int:
     return sum(part.tokens for part in parts if part.cells)
 
 
-def _pooled(cells: Sequence[CellRecord]) -> float:
+def _pooled(cells: Sequence[Record]) -> float:
     energy = sum(cell.energy for cell in cells)
     return math.sqrt(sum(cell.error**2 * cell.energy for cell in cells) / energy) if energy else 0.0

@@ -188,6 +188,7 @@ _PALU_OPTIONS = (
     _Option("multiple=N", r"multiple=(\d+)", lambda value: {"rank_multiple": int(value)}),
     _Option("floor=SHARE", r"floor=([01]|0?\.\d+)", lambda value: {"rank_floor": float(value)}),
     _Option("Nbit", r"(\d+)bit", lambda value: {"bits": int(value)}),
+    _Option("graded=BITS", r"graded=(\d+(?:\.\d+)?|\.\d+)", lambda value: {"graded": float(value)}),
     _Option("no-hadamard", "no-hadamard", lambda _: {"hadamard": False}),
     _Option("sinks=N", r"sinks=(\d+)", lambda value: {"sinks": int(value)}),
     _Option("window=N", r"window=(\d+)", lambda value: {"window": int(value)}),
@@ -227,7 +228,7 @@ _FORMS = (
     _Form(
         re.compile(f"palu-{_NUMBER}"),
         "palu-30, palu-50:spectral:loss-aware, palu-50:sequential, palu-30:gs1, palu-30:svd, "
-        "palu-30:spectral:4bit (percent removed)",
+        "palu-30:spectral:4bit, palu-0:graded=3 (percent removed)",
         _palu,
     ),
 )

@@ -70,11 +70,11 @@ def test_the_search_finds_nearly_the_best_of_all_gains() -> None:
 
 
 def test_gaussian_channels_err_as_predicted() -> None:
-    layout = layout_of([4] * 16 + [2] * 16, 1, 32)
-    x = torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(3))
+    layout = layout_of([4] * 400 + [2] * 400, 1, 800)  # so many that the gain has little to fit
+    x = torch.randn(1, 200, 800, generator=torch.Generator().manual_seed(3))
     missed = (gained.decode(gained.encode(x, layout)[0], layout) - x).square().mean((0, 1))
-    for width, part in ((4, missed[:16]), (2, missed[16:])):
-        assert float(part.mean()) == pytest.approx(gained.unit_error(width), rel=0.12)
+    for width, part in ((4, missed[:400]), (2, missed[400:])):
+        assert float(part.mean()) == pytest.approx(gained.unit_error(width), rel=0.1)
     assert gained.unit_error(0) == 1
     assert gained.unit_error(1) == pytest.approx(1 - 2 / torch.pi)
 
@@ -93,7 +93,7 @@ def test_what_is_not_finite_shows_and_zeros_stay() -> None:
 
 
 def test_outliers_are_counted() -> None:
-    x = latents(50)
+    x = torch.randn(1, 50, LAYOUT.channels, generator=torch.Generator().manual_seed(1))
     assert int(gained.encode(x, LAYOUT)[1]) == 0
     x[0, 7] *= 100
     x[0, 9, 20] = 300.0  # one channel alone

@@ -256,7 +256,6 @@ def _check(model: PreTrainedModel, config: PaluConfig) -> None:
             if not all(bool(torch.isfinite(held).all()) for held in (part.weight, part.bias) if held is not None):
                 raise NonFiniteError(f"The {kind} projection of layer {layer} holds NaN or Inf. Load the model again.")
     # The budget is the same for every rule, so an impossible one shows before the calibration; so does the fusion.
-    exact = {"graded": None, "sinks": 0, "window": 0, "bits": 16}
-    uniform = replace(config, ranks="uniform", decomposition="svd", sequential=False, **exact)
-    chosen = plan(model, uniform)
+    exact = replace(config, bits=16, graded=None, sinks=0, window=0)
+    chosen = plan(model, replace(exact, ranks="uniform", decomposition="svd", sequential=False))
     forms_of(model, config, chosen, 0)

@@ -55,8 +55,9 @@ def graded_plan(
     cells = [groups for pair in zip(chosen.key_ranks, chosen.value_ranks, strict=True) for groups in pair]
     ranks = [rank for groups in cells for rank in groups]
     offers = [_offer(*one) for one in zip(ranks, energies, scores, strict=True)]
-    choices = fill(*(np.concatenate(parts) for parts in zip(*offers, strict=True)), budget).choices
-    widths = iter(np.split(choices, np.cumsum([len(errors) for errors, _ in offers])[:-1]))
+    errors, costs = (np.concatenate(parts) for parts in zip(*offers, strict=True))
+    choices = fill(errors, costs, budget).choices
+    widths = iter(np.split(choices, np.cumsum([len(table) for table, _ in offers])[:-1]))
     cut = [[_trimmed(rank, [WIDTHS[i] for i in next(widths)]) for rank in groups] for groups in cells]
     key, value = (_apart(cut[kind::2]) for kind in (0, 1))
     return replace(chosen, key_ranks=key[0], value_ranks=value[0], key_widths=key[1], value_widths=value[1])

@@ -84,7 +84,8 @@ def decode(stored: GainedCodes, layout: ChannelLayout) -> Tensor:
     for (width, columns, place), channels in zip(layout.parts, _places(layout, rows.device), strict=True):
         codes = unpack(rows[:, place], width, columns.stop - columns.start)
         full[:, channels] = _levels(width, rows.device)[codes.int()] * values
-    return full.unflatten(0, stored.codes.shape[:2])
+    latents: Tensor = full.unflatten(0, stored.codes.shape[:2])
+    return latents
 
 
 def join(first: GainedCodes, second: GainedCodes) -> GainedCodes:

@@ -153,6 +153,19 @@ def test_compress_to_codes_then_generate(model_dir: Path, tmp_path: Path) -> Non
     assert call("compress", model_dir, "-o", tmp_path / "other", "--bits", 7).exit_code == 2
 
 
+def test_compress_graded_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "slim"
+    options = ("--calibration", texts[1], "--window-length", 128, "--rate", 0, "--graded", 3)
+    result = call("compress", model_dir, "-o", out, *options)
+    assert result.exit_code == 0, result.output
+    assert "grades latents at 3 bits per channel" in result.stdout
+    generated = call("generate", out, "--prompt", "w1 w2 w3", "--max-new-tokens", 4, "--cache", "none")
+    assert generated.exit_code == 0, generated.output
+    assert "bits" in generated.stderr
+    for wrong in (("--bits", 4), ("--hadamard",), ("--stream", "--decomposition", "whitened")):
+        assert call("compress", model_dir, "-o", tmp_path / "other", *options, *wrong).exit_code == 2
+
+
 def test_compress_then_generate(model_dir: Path, texts: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "slim"
     options = ("--calibration", texts[1], "--window-length", 128, "--dtype", "float32")

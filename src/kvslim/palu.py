@@ -86,6 +86,7 @@ def compress(
     Raises:
         UnsupportedModelError: the model is of no supported family, compressed already, quantized or adapted.
         ConfigError: the group size does not divide the KV heads, or the rate cannot be met.
+        BudgetError: ``graded`` does not even pay for what every token takes; the message names what does.
         CalibrationError: calibration data is missing, too short, or leads to statistics that are none.
         NonFiniteError: weights or activations hold NaN or Inf; the message names the layer.
     """
@@ -255,6 +256,6 @@ def _check(model: PreTrainedModel, config: PaluConfig) -> None:
             if not all(bool(torch.isfinite(held).all()) for held in (part.weight, part.bias) if held is not None):
                 raise NonFiniteError(f"The {kind} projection of layer {layer} holds NaN or Inf. Load the model again.")
     # The budget is the same for every rule, so an impossible one shows before the calibration; so does the fusion.
-    uniform = replace(config, ranks="uniform", decomposition="svd", sequential=False)
-    chosen = plan(model, uniform)
+    exact = replace(config, bits=16, graded=None, sinks=0, window=0)
+    chosen = plan(model, replace(exact, ranks="uniform", decomposition="svd", sequential=False))
     forms_of(model, config, chosen, 0)

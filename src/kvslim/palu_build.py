@@ -117,6 +117,8 @@ def _factor(
     parts = [(_decompose(weight, gram, metric), rank) for (weight, metric), rank in groups]
     if not config.coded:
         return [part.truncate(rank) for part, rank in parts]
+    if config.graded is not None:
+        return [part.unit(rank) for part, rank in parts]
     if config.decomposition == "loss-aware":
         factors = [_balanced_by_cost(part, rank, 0.5 if config.hadamard else 0.75) for part, rank in parts]
     else:

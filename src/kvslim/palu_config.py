@@ -6,9 +6,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvslim.caching.latent_codes import CODE_BITS, LatentCodes, check_code_settings
+from kvslim.caching.latent_graded import GradedLatentCodes
 from kvslim.config import JsonConfig, is_count, is_flag, is_number
 from kvslim.errors import ConfigError
 from kvslim.recovery_config import RecoveryReport
+
+Widths = tuple[tuple[tuple[int, ...], ...], ...]
+"""Per layer and group the bits of each run of channels."""
+
+_GRADED_SINKS = 4
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,14 @@ class PaluConfig(JsonConfig):
         bits: width of the cached latents: 16 keeps them in the model's dtype; 2, 3, 4 and 8 pack them as asymmetric
             integers per token and group (Palu, Sec. 3.4), in whatever passes through a cache.
         hadamard: fold a Walsh-Hadamard rotation into the factors of each group, so that no latent channel is an
-            outlier. Costs nothing at run time; used below 16 bits only.
-        sinks: tokens at the start of the cache that stay exact; below 16 bits only.
-        window: most recent tokens that stay exact; below 16 bits only.
+            outlier. Costs nothing at run time; used below 16 bits only. ``None`` is true unless ``graded``.
+        graded: mean stored bits per channel, of the uncompressed keys and values of all layers together: codes, gains
+            and positions; ``16 / graded`` is the ratio to a bf16 cache. Widths of 0 to 8 bits go to runs of eight
+            channels by one reverse water-filling over all layers, in place of ``bits`` and ``hadamard``; a channel of
+            no bits is a rank cut off, so with ``rate=0`` this number alone decides the ranks.
+        sinks: tokens at the start of the cache that stay exact; for coded latents only. ``None`` is 4 with ``graded``,
+            else 0.
+        window: most recent tokens that stay exact; for coded latents only.
     """
 
     rate: float = 0.3
@@ -50,15 +61,20 @@ class PaluConfig(JsonConfig):
     rank_floor: float = 0.125
     fusion: str = "auto"
     bits: int = 16
-    hadamard: bool = True
-    sinks: int = 0
+    hadamard: bool | None = None
+    sinks: int | None = None
     window: int = 0
     sequential: bool = False
+    graded: float | None = None
 
     def __post_init__(self) -> None:
         """Check every field that needs no model, and decide what ``auto`` means."""
         if self.ranks == "auto":
             object.__setattr__(self, "ranks", "uniform" if self.decomposition == "svd" else "spectral")
+        if self.hadamard is None:
+            object.__setattr__(self, "hadamard", self.graded is None)
+        if self.sinks is None:
+            object.__setattr__(self, "sinks", 0 if self.graded is None else _GRADED_SINKS)
         if not is_number(self.rate) or not 0 <= self.rate < 1:
             raise ConfigError(f"rate is the fraction of channels to remove, at least 0 and below 1, not {self.rate!r}.")
         if self.group_size is not None and not is_count(self.group_size):
@@ -88,13 +104,28 @@ class PaluConfig(JsonConfig):
         if not is_flag(self.hadamard):
             raise ConfigError(f"hadamard is true or false, not {self.hadamard!r}.")
         check_code_settings(min(self.bits, max(CODE_BITS)), self.sinks, self.window)
+        if self.graded is not None:
+            self._check_graded()
         if not self.coded and (self.sinks or self.window):
-            raise ConfigError("sinks and window spare tokens from coding, and 16 bits code none. Set bits below 16.")
+            raise ConfigError(
+                "sinks and window spare tokens from coding, and 16 bits code none. Set bits below 16, or graded."
+            )
+
+    def _check_graded(self) -> None:
+        if not is_number(self.graded) or not 0 < float(self.graded or 0) <= max(CODE_BITS):
+            raise ConfigError(f"graded is a mean number of bits, above 0 and at most 8, not {self.graded!r}.")
+        if self.bits < 16 or self.hadamard:
+            raise ConfigError("graded chooses widths by channel: leave bits at 16, and hadamard unset or false.")
+        if self.sequential or self.decomposition == "svd":
+            raise ConfigError(
+                "graded needs the cost of every channel before the first layer is factored, which sequential=True and "
+                "decomposition='svd' do not have. Use loss-aware or whitened, not sequential."
+            )
 
     @property
     def coded(self) -> bool:
         """Whether the cache packs latents as codes."""
-        return self.bits < 16
+        return self.bits < 16 or self.graded is not None
 
     @property
     def needs_grams(self) -> bool:
@@ -107,7 +138,7 @@ class PaluConfig(JsonConfig):
 
     @property
     def needs_fisher(self) -> bool:
-        return self.ranks != "uniform" or self.needs_output_grams
+        return self.ranks != "uniform" or self.needs_output_grams or self.graded is not None
 
     @property
     def needs_output_grams(self) -> bool:
@@ -125,6 +156,8 @@ class PaluPlan:
         group_size: KV heads per group.
         full_rank: the rank of a group at which nothing is lost.
         notes: what differs from the request, in words.
+        key_widths: with ``graded``, per layer and group the bits of each run of channels.
+        value_widths: the same for values.
     """
 
     key_ranks: tuple[tuple[int, ...], ...]
@@ -132,6 +165,8 @@ class PaluPlan:
     group_size: int
     full_rank: int
     notes: tuple[str, ...] = ()
+    key_widths: Widths = ()
+    value_widths: Widths = ()
 
     @property
     def channels(self) -> int:
@@ -145,12 +180,14 @@ class PaluPlan:
         return self.channels / (groups * self.full_rank)
 
 
-def codes_of(config: PaluConfig, plan: PaluPlan) -> LatentCodes | None:
+def codes_of(config: PaluConfig, plan: PaluPlan) -> LatentCodes | GradedLatentCodes | None:
     """How the cache of a model compressed so codes latents; ``None`` if it keeps them in the model's dtype."""
     if not config.coded:
         return None
-    exact, ranks = (config.sinks, config.window), (plan.key_ranks, plan.value_ranks)
-    return LatentCodes(config.bits, *exact, *ranks, fitted=config.hadamard)
+    exact, ranks = (config.sinks or 0, config.window), (plan.key_ranks, plan.value_ranks)
+    if config.graded is not None:
+        return GradedLatentCodes(*exact, *ranks, plan.key_widths, plan.value_widths)
+    return LatentCodes(config.bits, *exact, *ranks, fitted=bool(config.hadamard))
 
 
 @dataclass(frozen=True)
@@ -199,7 +236,9 @@ class PaluReport:
         """
         stored = data["plan"]
         key_ranks, value_ranks = (tuple(map(tuple, stored[name])) for name in ("key_ranks", "value_ranks"))
-        chosen = PaluPlan(key_ranks, value_ranks, stored["group_size"], stored["full_rank"], tuple(stored["notes"]))
+        widths = (_widths(stored.get(name, ())) for name in ("key_widths", "value_widths"))
+        sizes = (stored["group_size"], stored["full_rank"])
+        chosen = PaluPlan(key_ranks, value_ranks, *sizes, tuple(stored["notes"]), *widths)
         config = PaluConfig.from_dict(data["config"])
         return cls(
             config=config,
@@ -212,3 +251,7 @@ class PaluReport:
             recoveries=tuple(map(RecoveryReport.from_dict, data.get("recoveries", ()))),
             calibration_sha256=data["calibration_sha256"],
         )
+
+
+def _widths(stored: Any) -> Widths:
+    return tuple(tuple(tuple(runs) for runs in groups) for groups in stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,21 +18,22 @@ from kvslim.calibrating.grams import GramStats
 from kvslim.decomposing.whitened import output_energies, plain_output_energies
 from kvslim.errors import CalibrationError, ConfigError
 from kvslim.palu_config import PaluConfig, PaluPlan
+from kvslim.palu_grading import graded_plan
 
 
 def plan(
     config_or_model: Any, config: PaluConfig, fisher: FisherStats | None = None, grams: GramStats | None = None
 ) -> PaluPlan:
-    """Choose the rank of every group; needs no weights, except for ``ranks="spectral"``.
+    """Choose the rank of every group; needs no weights, except for ``ranks="spectral"`` and ``graded``.
 
     Args:
         config_or_model: the model or, for the other rules, its transformers configuration.
-        config: rate, group size and rule.
+        config: rate, group size and rule; the widths of channels too if it is ``graded``.
         fisher: the information that every rule but ``uniform`` needs.
         grams: the statistics that ``ranks="spectral"`` needs too.
 
     Raises:
-        UnsupportedModelError, ConfigError, CalibrationError: as in :func:`compress`.
+        UnsupportedModelError, ConfigError, CalibrationError, BudgetError: as in :func:`compress`.
     """
     family_of(config_or_model)
     shape = kv_shape_of(config_or_model)
@@ -49,7 +51,15 @@ def plan(
         else:
             flat = proportional_ranks(scores, caps, *limits)
     cells = [tuple(flat[start : start + groups]) for start in range(0, len(flat), groups)]
-    return PaluPlan(tuple(cells[0::2]), tuple(cells[1::2]), group_size=size, full_rank=full, notes=notes)
+    chosen = PaluPlan(tuple(cells[0::2]), tuple(cells[1::2]), group_size=size, full_rank=full, notes=notes)
+    if config.graded is None:
+        return chosen
+    costing = replace(config, ranks="spectral")
+    scores = _group_scores(costing, fisher, (shape.layers, 2, shape.kv_heads), groups)
+    energies = _group_energies(config_or_model, costing, groups, grams, fisher)
+    channels = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    rotary = family_of(config_or_model).rotary is not None
+    return graded_plan(chosen, energies, scores, config.graded, channels, rotary=rotary)
 
 
 def _group_size(requested: int | None, kv_heads: int) -> tuple[int, tuple[str, ...]]:
@@ -89,10 +99,15 @@ Metric = tuple[Tensor | None, tuple[Tensor | None, Tensor | None]]
 
 
 def metrics_of(model: Any, config: PaluConfig, grams: GramStats | None, fisher: FisherStats | None) -> list[Metric]:
-    """The metric of each layer, as far as the decomposition asks for it and it does not come in turn."""
+    """The metric of each layer, as far as the decomposition asks for it and it does not come in turn.
+
+    Gram matrices are sums over tokens; for ``graded`` means, so that singular values are deviations of the latents.
+    """
     layers = len(projections_of(model))
     used = None if config.decomposition == "svd" or config.sequential else grams
     inputs: Sequence[Tensor | None] = [None] * layers if used is None else used.grams
+    if config.graded is not None and used is not None:
+        inputs = [gram / used.tokens for gram in used.grams]
     if len(inputs) != layers:
         raise CalibrationError(f"{len(inputs)} Gram matrices for {layers} layers. Calibrate this model.")
     if not config.needs_output_grams:

@@ -15,8 +15,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, Phi3Config, Qwen3Config
 
 from kvslim import palu
-from kvslim.attending.tensor_parallel import _local_ranks
+from kvslim.attending.tensor_parallel import _local_layout, _local_ranks
+from kvslim.caching.latent import LatentLayout
+from kvslim.caching.latent_graded import GradedLatentCodes
 from kvslim.errors import ConfigError
+from kvslim.types import KVShape
 
 SHAPE = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
          "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1,
@@ -117,3 +120,12 @@ def test_groups_are_dealt_whole_or_refused() -> None:
         _local_ranks((5, 5, 5), 2, 0)
     with pytest.raises(ConfigError, match="of the ranks 5, 6 cannot"):
         _local_ranks((5, 6), 2, 0)
+
+
+def test_graded_groups_share_a_gain_and_stay_together() -> None:
+    codes = GradedLatentCodes(0, 0, ((8,),), ((8,),), (((3,),),), (((3,),),))
+    layout = LatentLayout(KVShape(1, 4, 8), (None,), codes=codes)
+    assert _local_layout(layout, 2, 1).codes == codes
+    several = GradedLatentCodes(0, 0, ((8, 8),), ((8, 8),), (((3,), (3,)),), (((3,), (3,)),))
+    with pytest.raises(ConfigError, match="share one gain per token"):
+        _local_layout(LatentLayout(KVShape(1, 4, 8), (None,), codes=several), 2, 1)

@@ -97,6 +97,8 @@ def test_jolt(tiny_llama: PreTrainedModel, name: str, config: JoltConfig) -> Non
         ("palu-30:svd:fisher-rms", PaluConfig(rate=0.3, decomposition="svd", ranks="fisher-rms")),
         ("palu-30:fisher:4bit", PaluConfig(rate=0.3, ranks="fisher", bits=4)),
         ("palu-50:2bit:no-hadamard", PaluConfig(rate=0.5, bits=2, hadamard=False)),
+        ("palu-0:graded=2.5:sinks=1", PaluConfig(rate=0.0, graded=2.5, sinks=1)),
+        ("palu-30:graded=.75", PaluConfig(rate=0.3, graded=0.75)),
         ("palu-50:8bit:sinks=4:window=32", PaluConfig(rate=0.5, bits=8, sinks=4, window=32)),
         ("palu-12.5:gs2:multiple=8", PaluConfig(rate=0.125, group_size=2, rank_multiple=8)),
     ],

@@ -26,11 +26,14 @@ from kvslim.attending.projections import layer_projections, projections_of
 from kvslim.attending.tensor_parallel import latent_plan
 from kvslim.caching.latent import LatentCache, LatentLayout, layout_of
 from kvslim.caching.latent_codes import LatentCodes
+from kvslim.caching.latent_graded import GradedLatentCodes
 from kvslim.errors import CacheStateError, CheckpointError, ConfigError, UnsupportedModelError
 from kvslim.palu_config import PaluReport, codes_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+Codes = LatentCodes | GradedLatentCodes | None
 
 _DYNAMIC = (None, "dynamic", "offloaded")
 """The ``cache_implementation`` settings that mean a growing cache, which a latent cache is."""
@@ -171,13 +174,13 @@ class Snapshot:
     attentions: tuple[nn.Module, ...]
 
 
-def latent_layout(model: PreTrainedModel, codes: LatentCodes | None = None) -> LatentLayout:
+def latent_layout(model: PreTrainedModel, codes: Codes = None) -> LatentLayout:
     """What a latent cache must know of ``model``."""
     rotary = family_of(model).rotary is not None
     return layout_of(kv_shape_of(model), sliding_window_of(model), codes, rotary=rotary)
 
 
-def layer_places(model: PreTrainedModel, codes: LatentCodes | None = None) -> list[LayerPlace]:
+def layer_places(model: PreTrainedModel, codes: Codes = None) -> list[LayerPlace]:
     """What each layer's latent attention takes from ``model``, whose latents are coded as told.
 
     Raises:
@@ -225,9 +228,14 @@ def _replace(model: PreTrainedModel, attentions: Sequence[nn.Module]) -> None:
 
 def _empty_attentions(model: PreTrainedModel) -> list[LatentAttention]:
     """The attention modules that the configuration of ``model`` describes, without values."""
-    report = report_of(model.config)
+    report, structure = report_of(model.config), structure_of(model.config)
+    planned = zip(report.plan.key_ranks, report.plan.value_ranks, strict=True)
+    if [(layer.key, layer.value) for layer in structure] != list(planned):
+        raise CheckpointError(
+            "config.json is damaged: its ranks are not those of its report. Copy the checkpoint again."
+        )
     places = layer_places(model, codes_of(report.config, report.plan))
-    parts = zip(attention_modules(model), places, structure_of(model.config), strict=True)
+    parts = zip(attention_modules(model), places, structure, strict=True)
     return [
         LatentAttention(original, place, layer_projections(model, original), layer.key, layer.value, layer.forms)
         for original, place, layer in parts

@@ -17,6 +17,7 @@ from transformers.distributed import tensor_parallel
 
 from kvslim.attending.families import family_of
 from kvslim.caching.latent import LatentLayout
+from kvslim.caching.latent_graded import GradedLatentCodes
 from kvslim.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,6 +85,11 @@ def _local_ranks(ranks: Sequence[int], size: int, rank: int) -> tuple[int, ...]:
 def _local_layout(layout: LatentLayout, size: int, rank: int) -> LatentLayout:
     shape = dataclasses.replace(layout.shape, kv_heads=layout.shape.kv_heads // size)
     codes = layout.codes
+    if isinstance(codes, GradedLatentCodes) and max(map(len, codes.key_ranks)) > 1:
+        raise ConfigError(
+            "The groups of graded latents share one gain per token, so they cannot be dealt to several processes. "
+            "Compress jointly (group_size=None), or with bits."
+        )
     if codes is not None:
         key, value = (
             tuple(_local_ranks(ranks, size, rank) for ranks in layers)

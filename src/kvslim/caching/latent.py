@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from kvslim.caching.block import storage_bytes
-from kvslim.caching.latent_codes import CodedLatentLayer, LatentCodes
+from kvslim.caching.latent_codes import LatentCodes
+from kvslim.caching.latent_graded import GradedLatentCodes, GradedLatentLayer
 from kvslim.caching.latent_layer import ExactLatentLayer, LatentLayer, tokens_to_crop
 from kvslim.caching.latent_positions import TokenPositions
 from kvslim.errors import CacheStateError, NonFiniteError
@@ -37,14 +38,14 @@ class LatentLayout:
     shape: KVShape
     windows: tuple[int | None, ...]
     rotary: bool = True
-    codes: LatentCodes | None = None
+    codes: LatentCodes | GradedLatentCodes | None = None
 
     def new_layers(self) -> list[LatentLayer]:
         """An empty cache layer for each layer of the model."""
         codes = self.codes
         if codes is None:
             return [ExactLatentLayer(window) for window in self.windows]
-        return [CodedLatentLayer(codes, layer, window) for layer, window in enumerate(self.windows)]
+        return [codes.new_layer(layer, window) for layer, window in enumerate(self.windows)]
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,17 @@ class LatentReport:
         tokens: cached tokens per row.
         nbytes: bytes of all latents (packed codes, steps, minima and exact tokens) and positions.
         dense_nbytes: bytes of the same tokens in an uncompressed bf16 cache.
-        bits: code width, or ``None`` where latents are kept in the model's dtype.
+        bits: code width, of graded latents their mean, or ``None`` where latents are kept in the model's dtype.
+        outlying: tokens of graded latents, each layer's keys and values apart, that came out far worse than
+            calibration predicts (:data:`kvslim.quantizing.gained.OUTLYING` times), those cropped since included.
     """
 
     rows: int
     tokens: int
     nbytes: int
     dense_nbytes: int
-    bits: int | None = None
+    bits: float | None = None
+    outlying: int = 0
 
     @property
     def bytes_per_token(self) -> float:
@@ -77,10 +81,12 @@ class LatentReport:
         return self.dense_nbytes / self.nbytes if self.nbytes else 1.0
 
     def __str__(self) -> str:
+        width = "" if self.bits is None else f" at {self.bits:.3g} bits"
         return (
-            f"latent cache{'' if self.bits is None else f' at {self.bits} bits'}: {self.rows} x {self.tokens} tokens, "
+            f"latent cache{width}: {self.rows} x {self.tokens} tokens, "
             f"{self.nbytes} bytes measured ({self.bytes_per_token:.0f} per token), "
             f"{self.dense_nbytes} uncompressed in bf16, ratio {self.ratio:.2f}"
+            f"{f', {self.outlying} outliers' if self.outlying else ''}"
         )
 
 
@@ -189,7 +195,9 @@ class LatentCache(Cache):  # type: ignore[misc,unused-ignore]
         one = KVShape(1, self.layout.shape.kv_heads, self.layout.shape.head_dim)
         dense = sum(one.dense_bytes(rows * layer.held) for layer in self.layers)
         bits = None if self.layout.codes is None else self.layout.codes.bits
-        return LatentReport(rows, self.get_seq_length(), nbytes=self.nbytes, dense_nbytes=dense, bits=bits)
+        graded = [layer for layer in self.layers if isinstance(layer, GradedLatentLayer)]
+        outlying = sum(int(layer.outlying) for layer in graded if layer.outlying is not None)
+        return LatentReport(rows, self.get_seq_length(), self.nbytes, dense, bits, outlying)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. A positive number is the length to keep; 0 removes none.
@@ -232,7 +240,11 @@ class LatentCache(Cache):  # type: ignore[misc,unused-ignore]
 
 
 def layout_of(
-    shape: KVShape, windows: Sequence[int | None], codes: LatentCodes | None = None, *, rotary: bool = True
+    shape: KVShape,
+    windows: Sequence[int | None],
+    codes: LatentCodes | GradedLatentCodes | None = None,
+    *,
+    rotary: bool = True,
 ) -> LatentLayout:
     """Build a :class:`LatentLayout`, one window per layer.
 

@@ -1,24 +1,15 @@
-"""Latents of one layer as packed low-bit codes, with sinks and a recent window exact (Palu, Sec. 3.4).
-
-A token is coded once, when it is neither among the first ``sinks`` tokens nor among the last ``window`` ones, and never
-again. Attention sees a coded token as all later tokens will see it, also in the forward pass that brings it in. So
-without a window it makes no difference whether tokens come at once, in chunks or one by one; with one, the more tokens
-come at once, the more of them are coded when they first attend to each other.
-"""
+"""Latents of one layer as packed low-bit integers, one width and one range per group of channels (Palu, Sec. 3.4)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kvslim.caching.block import iter_tensors, map_tensors
-from kvslim.caching.latent_layer import LatentLayer, check_rank, owned
+from kvslim.caching.latent_tokens import TokenwiseLatentLayer
 from kvslim.config import is_count
-from kvslim.errors import CacheStateError, ConfigError
+from kvslim.errors import ConfigError
 from kvslim.quantizing import grouped
 from kvslim.quantizing.grouped import GroupedCodes
 
@@ -56,6 +47,10 @@ class LatentCodes:
         if len(self.key_ranks) != len(self.value_ranks):
             raise ConfigError(f"Ranks for {len(self.key_ranks)} layers of keys, {len(self.value_ranks)} of values.")
 
+    def new_layer(self, layer: int, sliding_window: int | None) -> CodedLatentLayer:
+        """An empty cache layer."""
+        return CodedLatentLayer(self, layer, sliding_window)
+
 
 def check_code_settings(bits: Any, sinks: Any, window: Any) -> None:
     """Check a code width and the numbers of exact tokens.
@@ -70,30 +65,8 @@ def check_code_settings(bits: Any, sinks: Any, window: Any) -> None:
             raise ConfigError(f"{name} is a number of exact tokens, at least 0, not {value!r}.")
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Keys or values of the held tokens, in order: exact sinks, codes, exact recent tokens."""
-
-    sinks: Tensor
-    codes: GroupedCodes
-    recent: Tensor
-
-    @property
-    def lengths(self) -> tuple[int, int, int]:
-        return int(self.sinks.shape[1]), int(self.codes.codes.shape[1]), int(self.recent.shape[1])
-
-    def keep(self, start: int, stop: int) -> _Stored:
-        """Tokens ``start`` to ``stop``."""
-        parts, offset = [], 0
-        for part, length in zip((self.sinks, self.codes, self.recent), self.lengths, strict=True):
-            first, last = (min(max(end - offset, 0), length) for end in (start, stop))
-            parts.append(map_tensors(part, lambda x, first=first, last=last: x[:, first:last]))  # type: ignore[misc]
-            offset += length
-        return _Stored(*parts)  # type: ignore[arg-type]
-
-
-class CodedLatentLayer(LatentLayer):
-    """Latents of one layer, coded but for sinks and recent tokens.
+class CodedLatentLayer(TokenwiseLatentLayer[GroupedCodes]):
+    """Latents of one layer as integers, but for sinks and recent tokens.
 
     Args:
         codes: how the model's latents are coded.
@@ -102,74 +75,15 @@ class CodedLatentLayer(LatentLayer):
     """
 
     def __init__(self, codes: LatentCodes, layer: int, sliding_window: int | None = None) -> None:
-        super().__init__(sliding_window)
         self.codes = codes
         self.ranks = (codes.key_ranks[layer], codes.value_ranks[layer])
-        self._stored: tuple[_Stored, ...] = ()  # of keys, of values
+        super().__init__(codes.sinks, codes.window, (sum(self.ranks[0]), sum(self.ranks[1])), sliding_window)
 
-    @property
-    def held(self) -> int:
-        return sum(self._stored[0].lengths) if self._stored else 0
+    def _encode(self, latents: Tensor, kind: int) -> GroupedCodes:
+        return grouped.encode(latents, self.ranks[kind], self.codes.bits, fitted=self.codes.fitted)
 
-    @property
-    def coded(self) -> int:
-        """Held tokens that are coded; the others are exact."""
-        return self._stored[0].lengths[1] if self._stored else 0
+    def _decode(self, stored: GroupedCodes, kind: int) -> Tensor:
+        return grouped.decode(stored, self.ranks[kind], self.codes.bits)
 
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """Exact tokens as they are, coded ones decoded, in the model's dtype."""
-        if not self._stored:
-            raise CacheStateError("The cache is empty.")
-        keys, values = map(self._decoded, self._stored, self.ranks)
-        return keys, values
-
-    def tensors(self) -> list[Tensor]:
-        return list(iter_tensors(self._stored))
-
-    def round_exact(self, dtype: torch.dtype) -> None:
-        """Round sinks and recent tokens; codes, steps and minima stay."""
-        self._stored = tuple(_Stored(x.sinks.to(dtype), x.codes, x.recent.to(dtype)) for x in self._stored)
-
-    def _decoded(self, stored: _Stored, ranks: Sequence[int]) -> Tensor:
-        sinks, coded, recent = stored.lengths
-        parts = [stored.sinks] if sinks else []
-        if coded or not (sinks or recent):
-            parts.append(grouped.decode(stored.codes, ranks, self.codes.bits).to(self.dtype))
-        if recent:
-            parts.append(stored.recent)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def _append(self, keys: Tensor, values: Tensor) -> None:
-        pairs = list(zip((keys, values), self.ranks, strict=True))
-        for latents, ranks in pairs:
-            check_rank(sum(ranks), latents)
-        held = self._stored or [self._empty(latents, ranks) for latents, ranks in pairs]
-        grown = [self._grown(stored, *pair) for stored, pair in zip(held, pairs, strict=True)]
-        self._stored = tuple(map_tensors(stored, owned) for stored in grown)
-
-    def _empty(self, latents: Tensor, ranks: Sequence[int]) -> _Stored:
-        none = latents[:, :0]
-        return _Stored(none, self._encoded(none, ranks), none)
-
-    def _grown(self, stored: _Stored, latents: Tensor, ranks: Sequence[int]) -> _Stored:
-        """``stored`` and the new latents behind it; whatever has left the recent window is coded."""
-        new_sinks = min(max(self.codes.sinks - self.seen, 0), latents.shape[1])
-        sinks = torch.cat([stored.sinks, latents[:, :new_sinks]], dim=1) if new_sinks else stored.sinks
-        recent = torch.cat([stored.recent, latents[:, new_sinks:]], dim=1)
-        leaving = max(recent.shape[1] - self.codes.window, 0)
-        codes = stored.codes
-        if leaving:
-            codes = grouped.join(codes, self._encoded(recent[:, :leaving], ranks))
-        return _Stored(sinks, codes, recent[:, leaving:])
-
-    def _encoded(self, latents: Tensor, ranks: Sequence[int]) -> GroupedCodes:
-        return grouped.encode(latents, ranks, self.codes.bits, fitted=self.codes.fitted)
-
-    def _keep(self, start: int, stop: int) -> None:
-        self._stored = tuple(map_tensors(stored.keep(start, stop), owned) for stored in self._stored)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._stored = map_tensors(self._stored, lambda x: owned(change(x)))
-
-    def _clear(self) -> None:
-        self._stored = ()
+    def _join(self, first: GroupedCodes, second: GroupedCodes) -> GroupedCodes:
+        return grouped.join(first, second)

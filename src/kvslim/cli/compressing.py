@@ -46,10 +46,21 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
     fusion: Annotated[str, typer.Option(help="Second factors: auto (fewer parameters), fold, apply or none.")] = "auto",
     bits: Annotated[int, typer.Option(help="Width of cached latents: 2, 3, 4 or 8; 16 keeps the model's dtype.")] = 16,
     hadamard: Annotated[
-        bool, typer.Option("--hadamard/--no-hadamard", help="Fold a Hadamard rotation into the factors, below 16 bits.")
-    ] = True,
-    sinks: Annotated[int, typer.Option(help="First tokens that stay exact, below 16 bits.")] = 0,
-    window: Annotated[int, typer.Option(help="Most recent tokens that stay exact, below 16 bits.")] = 0,
+        bool | None,
+        typer.Option(
+            "--hadamard/--no-hadamard", help="Fold a Hadamard rotation into the factors, below 16 bits. [default: yes]"
+        ),
+    ] = None,
+    graded: Annotated[
+        float | None,
+        typer.Option(
+            help="Mean bits per channel of the original keys and values, given out by channel, in place of --bits."
+        ),
+    ] = None,
+    sinks: Annotated[
+        int | None, typer.Option(help="First tokens that stay exact, of coded latents. [default: 0; 4 with --graded]")
+    ] = None,
+    window: Annotated[int, typer.Option(help="Most recent tokens that stay exact, of coded latents.")] = 0,
     calibration: Annotated[
         list[Path] | None,
         typer.Option(
@@ -103,6 +114,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         fusion=fusion,
         bits=bits,
         hadamard=hadamard,
+        graded=graded,
         sinks=sinks,
         window=window,
     )
@@ -195,7 +207,9 @@ def _finish(report: PaluReport, origin: str | None, out: Path, model: str, plot:
 def _print_summary(report: PaluReport, origin: str | None, out: Path) -> None:
     plan = report.plan
     typer.echo(f"Kept {plan.kept:.1%} of the latent channels, {plan.channels} per token in all layers together.")
-    if report.config.coded:
+    if report.config.graded is not None:
+        typer.echo(f"The cache grades latents at {report.config.graded:g} bits per channel of the original.")
+    elif report.config.coded:
         rotation = "with" if report.config.hadamard else "without"
         typer.echo(f"The cache packs latents at {report.config.bits} bits, {rotation} Hadamard rotation.")
     for note in plan.notes:

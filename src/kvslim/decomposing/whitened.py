@@ -77,6 +77,16 @@ class Decomposition:
             )
         return LowRankFactors(a=self.a[:, :rank], b=self.b[:rank])
 
+    def unit(self, rank: int) -> LowRankFactors:
+        """Keep the leading ``rank`` channels, scaled to deviation 1: the product is that of :meth:`truncate`.
+
+        For decompositions by a Gram matrix that is a mean over tokens: there ``AᵀGA`` is diagonal, and holds the
+        squared singular values. Channels fainter than a millionth of the first are scaled as if they were not.
+        """
+        factors, sigma = self.truncate(rank), self.singular_values[:rank]
+        scale = sigma.clamp_min(_FAINTEST * float(sigma[0])) if float(sigma[0]) > 0 else torch.ones_like(sigma)
+        return LowRankFactors(a=factors.a / scale, b=factors.b * scale[:, None])
+
     def balanced(self, rank: int, exponent: float) -> LowRankFactors:
         """Keep the leading ``rank`` channels, scaled for coding: the product is that of :meth:`truncate`.
 

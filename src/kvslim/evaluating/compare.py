@@ -315,6 +315,8 @@ def _relative(lost: list[float], energy: list[float]) -> float:
 
 def _palu_note(report: PaluReport) -> str:
     parts = [f"{report.rate:.1%} of the channels removed", f"calibrated on {report.calibration_tokens} tokens"]
-    if report.config.coded:
+    if report.config.graded is not None:
+        parts.append(f"latents graded at {report.config.graded:g} bits per channel")
+    elif report.config.coded:
         parts.append(f"latents at {report.config.bits} bits {'with' if report.config.hadamard else 'without'} Hadamard")
     return "; ".join([*parts, *report.plan.notes])

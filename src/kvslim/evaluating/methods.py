@@ -142,6 +142,7 @@ _PALU_OPTIONS = (
     Option("multiple=N", r"multiple=(\d+)", lambda value: {"rank_multiple": int(value)}),
     Option("floor=SHARE", r"floor=([01]|0?\.\d+)", lambda value: {"rank_floor": float(value)}),
     Option("Nbit", r"(\d+)bit", lambda value: {"bits": int(value)}),
+    Option("graded=BITS", r"graded=(\d+(?:\.\d+)?|\.\d+)", lambda value: {"graded": float(value)}),
     Option("no-hadamard", "no-hadamard", lambda _: {"hadamard": False}),
     Option("sinks=N", r"sinks=(\d+)", lambda value: {"sinks": int(value)}),
     Option("window=N", r"window=(\d+)", lambda value: {"window": int(value)}),
@@ -170,7 +171,7 @@ _FORMS = (
     Form(
         re.compile(f"palu-{_NUMBER}"),
         "palu-30, palu-50:spectral:loss-aware, palu-50:sequential, palu-30:gs1, palu-30:svd, "
-        "palu-30:spectral:4bit (percent removed)",
+        "palu-30:spectral:4bit, palu-0:graded=3 (percent removed)",
         _palu,
     ),
     *GRADED_FORMS,

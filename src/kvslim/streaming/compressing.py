@@ -130,6 +130,11 @@ def compress_checkpoint(  # noqa: PLR0913  # as palu.compress, and where to read
 
 
 def _check_streamable(config: PaluConfig, fisher: FisherStats | None) -> None:
+    if config.graded is not None:
+        raise ConfigError(
+            "graded shares bits among the channels of all layers, which are never in memory together when the model is "
+            "streamed. Use bits, or compress without streaming (--stream)."
+        )
     if config.decomposition == "loss-aware":
         raise ConfigError(
             "decomposition='loss-aware' needs gradients through the whole model, which is never in memory when it is "

@@ -137,3 +137,34 @@ def test_a_session_without_ids_cannot_be_resumed(model_dir: Path, prompt_file: P
     done = call("resume", tmp_path / "s", model_dir, "--prompt", "w1")
     assert done.exit_code == 2
     assert "has not the token ids" in done.stderr
+
+
+def test_a_graded_conversation_from_calibration_to_the_next_turn(
+    model_dir: Path, prompt_file: Path, tmp_path: Path
+) -> None:
+    text, stats, session = tmp_path / "text.txt", tmp_path / "stats.safetensors", tmp_path / "talk.session"
+    text.write_text(" ".join(WORDS[(11 * index + index * index // 7) % len(WORDS)] for index in range(1200)))
+    sizes = ("--windows", 8, "--length", 128, "--dtype", "float32")
+    made = CliRunner().invoke(
+        app, [str(part) for part in ("calibrate", model_dir, "-o", stats, "--calibration", text, *sizes)]
+    )
+    assert made.exit_code == 0, made.output
+    assert "Calibrated on" in made.stdout
+    options = ("--max-new-tokens", 4, "--dtype", "float32", "--raw", "--stats", stats)
+    saved = call("save", model_dir, "-o", session, "--prompt-file", prompt_file, *options)
+    assert saved.exit_code == 0, saved.output
+    assert "graded" in call("info", session).stdout.lower()
+    resumed = call("resume", session, model_dir, "--prompt", "w1 w2", *options)
+    assert resumed.exit_code == 0, resumed.output
+    without = call("resume", session, model_dir, "--prompt", "w1 w2", "--dtype", "float32")
+    assert without.exit_code == 2
+    assert "stats=" in without.stderr
+    generated = CliRunner().invoke(
+        app,
+        [str(part) for part in ("generate", model_dir, "--prompt-file", prompt_file, "--cache", "graded", *options)],
+    )
+    assert generated.exit_code == 0, generated.output
+    assert "compressed prefix: 400 tokens" in generated.stderr
+    missing = CliRunner().invoke(app, ["generate", str(model_dir), "--prompt", "w1", "--cache", "graded"])
+    assert missing.exit_code == 2
+    assert "kvslim calibrate MODEL" in missing.stderr

@@ -18,6 +18,9 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich")
 SessionPath = Annotated[Path, typer.Argument(metavar="FILE", help="A session file.")]
 Prompt = Annotated[str, typer.Option(help="The next turn.")]
 NewTokens = Annotated[int, typer.Option(help="Length of the answer, at most.")]
+StatsPath = Annotated[
+    Path | None, typer.Option(help="Statistics of kvslim calibrate: for graded caches. [default: jolt]")
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text, without the chat template.")]
 
 _MARK = "\N{BULLET}kvslim\N{BULLET}"
@@ -34,12 +37,13 @@ def show_info(file: SessionPath) -> None:
 @app.command(
     epilog='Example:\n\nkvslim cache save default -o report.session --prompt-file report.txt --prompt "Sum this up."'
 )
-def save(
+def save(  # noqa: PLR0913, PLR0917  # each option of the command is a parameter
     model: ModelName,
     out: Annotated[Path, typer.Option("--out", "-o", help="The session file to write.")],
     prompt: Annotated[str | None, typer.Option(help="The prompt.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file put in front of the prompt.")] = None,
     ratio: Annotated[float, typer.Option(help="bf16 over compressed bytes.")] = 3.0,
+    stats: StatsPath = None,
     max_new_tokens: NewTokens = 128,
     raw: Raw = False,
     dtype: DType = "bfloat16",
@@ -48,17 +52,16 @@ def save(
     """Answer a prompt as [bold]kvslim generate[/bold] does, and keep the compressed cache in a file."""
     from kvslim.evaluating.texts import read_text
     from kvslim.files import check_writable
-    from kvslim.jolt_config import JoltConfig
+    from kvslim.graded import GradedCache, GradedConfig, GradedStats
+    from kvslim.jolt import JoltCache, JoltConfig
 
     config = JoltConfig(ratio=ratio)
+    sidecar = None if stats is None else GradedStats.load(stats)
     parts = [read_text(prompt_file).text] if prompt_file is not None else []
     text = "\n\n".join([*parts, *([prompt] if prompt else [])])
     _check(model, text, max_new_tokens, dtype)
     check_writable(out)
     loaded, tokenizer = load_model(model, dtype_of(dtype), device)
-
-    from kvslim.jolt import JoltCache
-
     if not raw and getattr(tokenizer, "chat_template", None) is not None:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
@@ -66,7 +69,9 @@ def save(
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     else:
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    cache = JoltCache(loaded, config)
+    cache: Any = JoltCache(loaded, config)
+    if sidecar is not None:
+        cache = GradedCache(loaded, sidecar, GradedConfig(ratio=ratio))
     _answer_and_save(loaded, tokenizer, ids, cache, max_new_tokens, out)
 
 
@@ -79,6 +84,7 @@ def resume(
     prompt: Prompt,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the session here afterwards.")] = None,
     max_new_tokens: NewTokens = 128,
+    stats: StatsPath = None,
     raw: Raw = False,
     dtype: DType = "bfloat16",
     device: Device = "cpu",
@@ -92,11 +98,12 @@ def resume(
     _check(model, prompt, max_new_tokens, dtype)
     if out is not None:
         check_writable(out)
-    loaded, tokenizer = load_model(model, dtype_of(dtype), device)
-
+    from kvslim.graded import GradedStats
     from kvslim.sessions import load_session
 
-    session = load_session(file, loaded, tokenizer)
+    sidecar = None if stats is None else GradedStats.load(stats)
+    loaded, tokenizer = load_model(model, dtype_of(dtype), device)
+    session = load_session(file, loaded, tokenizer, stats=sidecar)
     assert session.input_ids is not None  # info has said so
     turn = _next_turn(tokenizer, session.input_ids, prompt, raw)
     _answer_and_save(loaded, tokenizer, turn, session.cache, max_new_tokens, out)

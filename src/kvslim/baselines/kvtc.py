@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-"""Channels that a group can have; it can also take all that are left, so that a row can be one group."""
+"""Channels that a group can have. The last group of a row can be shorter, and a row can be one group."""
 
 WIDTHS = (0, 1, 2, 3, 4, 6, 8)
 """Code widths in bits; a group of zero bits is dropped and stores nothing."""
 
 SINKS = 4
-_SAMPLE, _SEED = 256, 0
+_SAMPLE, _SEED = 128, 0
 
 
 # ---- what a group costs ----------------------------------------------------------------------------------------------
@@ -74,7 +74,8 @@ def pieces_of(
     sample = _standard_sample(features) * deviations
     gain = power_of_two_gain(sample)
     for start in range(0, features, min(sizes)):
-        for stop in sorted({features, *(start + size for size in sizes if start + size < features)}):
+        stops = {min(start + size, features) for size in sizes} | ({features} if not start else set())
+        for stop in sorted(stops):
             part = sample[:, start:stop]
             errors = [_measured_error(part, bits, gain) for bits in widths]
             costs = [packed_bytes(stop - start, bits) + RANGE_BYTES if bits else 0 for bits in widths]
@@ -94,7 +95,10 @@ def _measured_error(x: Tensor, bits: int, gain: float) -> float:
     """Squared error per token of ``(tokens, size)`` as one group at ``bits``."""
     if not bits:
         return float(x.double().square().sum(1).mean())
-    return float((integer.decode(integer.encode(x, bits, gain=gain)) - x).double().square().sum(1).mean())
+    scaled = x / gain
+    minima, steps = integer.full_range(scaled, bits)
+    decoded = integer.codes_of(scaled, minima, steps, bits) * steps.float()[:, None] + minima.float()[:, None]
+    return float((decoded * gain - x).double().square().sum(1).mean())
 
 
 # ---- how a budget is shared ------------------------------------------------------------------------------------------

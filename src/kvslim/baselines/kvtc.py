@@ -53,7 +53,7 @@ GROUP_SIZES = (16, 32, 64, 128, 256)
 WIDTHS = (0, 1, 2, 3, 4, 6, 8)
 """Code widths in bits; a group of zero bits is dropped and stores nothing."""
 
-SINKS = 4
+KVTC_SINKS = 4
 _SAMPLE, _SEED = 128, 0
 
 
@@ -207,7 +207,7 @@ class KvtcCache(BudgetedCache):
         stats: GradedStats,
         ratio: float,
         *,
-        sinks: int = SINKS,
+        sinks: int = KVTC_SINKS,
         window: int = 0,
         seal: int | None = None,
         attention_mask: Tensor | None = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvslim.baselines import Float8Cache, KiviCache, KvquantCache, KvtcCache, TransformersCache, XkvCache
 from kvslim.baselines.kivi import GROUP
-from kvslim.baselines.kvtc import SINKS
+from kvslim.baselines.kvtc import KVTC_SINKS
 from kvslim.baselines.xkv import SPLIT
 from kvslim.calibrating.graded_stats import GradedCalibration
 from kvslim.errors import ConfigError
@@ -148,7 +148,7 @@ def _wrong_xkv(settings: dict[str, Any]) -> str | None:
 
 
 def _kvtc(name: str, found: re.Match[str], given: list[str]) -> Method:
-    chosen = {"ratio": float(found[1]), **_EXACT, "sinks": SINKS} | read_options(name, given, _EXACT_OPTIONS)
+    chosen = {"ratio": float(found[1]), **_EXACT, "sinks": KVTC_SINKS} | read_options(name, given, _EXACT_OPTIONS)
     if chosen["ratio"] < 1:
         raise ConfigError(f"{name!r}: ratio is at least 1.")
     if chosen["seal"] == 0:

@@ -3,6 +3,7 @@
 from kvslim.baselines.fp8 import Float8Cache
 from kvslim.baselines.kivi import KiviCache
 from kvslim.baselines.kvquant import KvquantCache
+from kvslim.baselines.kvtc import KvtcCache
 from kvslim.baselines.per_token import IntegerCache, RotatedCache
 from kvslim.baselines.transformers_cache import TransformersCache
 from kvslim.baselines.xkv import XkvCache
@@ -12,6 +13,7 @@ __all__ = [
     "IntegerCache",
     "KiviCache",
     "KvquantCache",
+    "KvtcCache",
     "RotatedCache",
     "TransformersCache",
     "XkvCache",

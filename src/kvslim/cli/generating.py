@@ -69,7 +69,7 @@ def cache_method(cache: str, ratio: float | None, stats: Path | None = None) -> 
         ModelSourceError, CheckpointError: the statistics cannot be read.
     """
     from kvslim.calibrating.graded_stats import GradedStats
-    from kvslim.evaluating.graded_methods import Graded
+    from kvslim.evaluating.graded_methods import StatsMethod
     from kvslim.evaluating.method_forms import CacheMethod
     from kvslim.evaluating.methods import parse_method
 
@@ -80,12 +80,13 @@ def cache_method(cache: str, ratio: float | None, stats: Path | None = None) -> 
     elif ratio is not None:
         raise ConfigError(f"--ratio goes with --cache jolt or graded; {cache!r} has a ratio of its own.")
     method = parse_method(name)
-    if isinstance(method, Graded):
+    if isinstance(method, StatsMethod):
         if stats is None:
-            raise ConfigError(f"{cache!r} needs statistics: kvslim calibrate MODEL -o FILE, then --stats FILE.")
+            metric = "" if method.calibration.metric == "loss" else f" --metric {method.calibration.metric}"
+            raise ConfigError(f"{cache!r} needs statistics: kvslim calibrate MODEL{metric} -o FILE, then --stats FILE.")
         return replace(method, stats=GradedStats.load(stats))
     if stats is not None:
-        raise ConfigError(f"--stats goes with --cache graded; {cache!r} needs none.")
+        raise ConfigError(f"--stats goes with --cache graded or kvtc-4x; {cache!r} needs none.")
     if not isinstance(method, CacheMethod):
         raise ConfigError(f"{cache!r} changes the model, not the cache: make the model first, with kvslim compress.")
     return method

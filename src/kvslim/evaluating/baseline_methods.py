@@ -1,4 +1,4 @@
-"""Baselines by name, ``kivi-2:window=128`` and its like; one dataclass, since each is a cache class with settings."""
+"""Baselines by name, ``kivi-2:window=128`` and its like; most are one dataclass, a cache class with settings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvslim.baselines import Float8Cache, KiviCache, KvquantCache, TransformersCache, XkvCache
+from kvslim.baselines import Float8Cache, KiviCache, KvquantCache, KvtcCache, TransformersCache, XkvCache
 from kvslim.baselines.kivi import GROUP
+from kvslim.baselines.kvtc import KVTC_SINKS
 from kvslim.baselines.xkv import SINKS, SPLIT
+from kvslim.calibrating.graded_stats import GradedCalibration
 from kvslim.errors import ConfigError
+from kvslim.evaluating.graded_methods import StatsMethod
 from kvslim.evaluating.method_forms import CacheMethod, Form, Method, Option, read_options
 
 if TYPE_CHECKING:
@@ -42,6 +45,33 @@ class Baseline(CacheMethod):
 
     def make_cache(self, model: PreTrainedModel) -> Cache:
         return self.make(model, **self.settings)
+
+
+@dataclass(frozen=True)
+class Kvtc(StatsMethod):
+    """KVTC-like caches at a ratio.
+
+    Attributes:
+        chosen: every setting, defaults included.
+    """
+
+    chosen: tuple[tuple[str, Any], ...]
+
+    @property
+    def family(self) -> str:
+        return "kvtc"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**dict(self.chosen), "calibration": self.calibration.to_dict()}
+
+    def make_cache(self, model: PreTrainedModel) -> Cache:
+        """An empty cache.
+
+        Raises:
+            CalibrationError: the method was not bound to statistics.
+        """
+        return KvtcCache(model, self.bound_stats(), **dict(self.chosen))
 
 
 def _count(setting: str) -> Option:
@@ -117,6 +147,15 @@ def _wrong_xkv(settings: dict[str, Any]) -> str | None:
     return "split is the keys' share of the ranks, between 0 and 1" if not 0 < settings["split"] < 1 else None
 
 
+def _kvtc(name: str, found: re.Match[str], given: list[str]) -> Method:
+    chosen = {"ratio": float(found[1]), **_EXACT, "sinks": KVTC_SINKS} | read_options(name, given, _EXACT_OPTIONS)
+    if chosen["ratio"] < 1:
+        raise ConfigError(f"{name!r}: ratio is at least 1.")
+    if chosen["seal"] == 0:
+        raise ConfigError(f"{name!r}: seal is a number of tokens ≥ 1 or off.")
+    return Kvtc(name, GradedCalibration(metric="energy"), tuple(chosen.items()))
+
+
 BASELINE_FORMS = (
     _form(
         "kivi-([2-8])", "kivi-2, kivi-4, kivi-2:window=128:seal=128 (as published)", KiviCache,
@@ -134,6 +173,7 @@ BASELINE_FORMS = (
         (_count("layers"), _share("split", "split"), _PRE_ROPE, _POST_ROPE, *_EXACT_OPTIONS), ("ratio", float),
         _wrong_xkv,
     ),
+    Form(re.compile(f"kvtc-{_NUMBER}x"), "kvtc-4x, kvtc-4x:window=128 (the paper's)", _kvtc),
     _quantized("quanto", "24"),
     _quantized("hqq", "12348"),
 )  # fmt: skip

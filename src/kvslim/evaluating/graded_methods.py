@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,18 +20,41 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Graded(CacheMethod):
-    """Graded latents at a ratio.
+class StatsMethod(CacheMethod):
+    """A method whose caches need statistics of the model.
 
     Attributes:
-        config: settings of the cache.
         calibration: settings of the statistics.
         stats: the statistics, once there are any.
     """
 
-    config: GradedConfig
     calibration: GradedCalibration
-    stats: GradedStats | None = None
+    stats: GradedStats | None = field(default=None, kw_only=True)
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.stats is None
+
+    def bound_stats(self) -> GradedStats:
+        """The statistics.
+
+        Raises:
+            CalibrationError: there are none.
+        """
+        if self.stats is None:
+            raise CalibrationError(f"{self.name} has no statistics: see kvslim.evaluating.graded_methods.bind().")
+        return self.stats
+
+
+@dataclass(frozen=True)
+class Graded(StatsMethod):
+    """Graded latents at a ratio.
+
+    Attributes:
+        config: settings of the cache.
+    """
+
+    config: GradedConfig
 
     @property
     def family(self) -> str:
@@ -42,19 +65,13 @@ class Graded(CacheMethod):
         config = self.config.to_dict()
         return {**config, "widths": list(self.config.widths), "calibration": self.calibration.to_dict()}
 
-    @property
-    def needs_calibration(self) -> bool:
-        return self.stats is None
-
     def make_cache(self, model: PreTrainedModel) -> Cache:
         """An empty cache.
 
         Raises:
             CalibrationError: the method was not bound to statistics.
         """
-        if self.stats is None:
-            raise CalibrationError(f"{self.name} has no statistics: see kvslim.evaluating.graded_methods.bind().")
-        return GradedCache(model, self.stats, self.config)
+        return GradedCache(model, self.bound_stats(), self.config)
 
 
 def bind(
@@ -83,7 +100,7 @@ def bind(
         stats.check_model(model)
     bound: list[Method] = []
     for method in methods:
-        if isinstance(method, Graded) and method.stats is None:
+        if isinstance(method, StatsMethod) and method.stats is None:
             if method.calibration not in found:
                 if calibration is None:
                     raise CalibrationError(
@@ -117,7 +134,7 @@ _OPTIONS = (
 def _graded(name: str, found: re.Match[str], options: list[str]) -> Method:
     settings = read_options(name, options, _OPTIONS)
     calibration = {key: settings.pop(key) for key in _CALIBRATION if key in settings}
-    return Graded(name, GradedConfig(ratio=float(found[1]), **settings), GradedCalibration(**calibration))
+    return Graded(name, GradedCalibration(**calibration), GradedConfig(ratio=float(found[1]), **settings))
 
 
 GRADED_FORMS = (

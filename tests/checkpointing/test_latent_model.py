@@ -152,7 +152,7 @@ def test_damaged_weights(saved: tuple[PreTrainedModel, Path], damage: str) -> No
         ({"version": 1.5}, "damaged"),
         ({"version": True}, "damaged"),
         ({"format": "other"}, "format version"),
-        ({"ranks": [[[5, 5], [5, 5]]] * 2}, "do not fit: model.layers.0"),
+        ({"ranks": [[[5, 5], [5, 5]]] * 2}, "its ranks are not those of its report"),
         ({"ranks": [[[500, 5], [5, 5]]] * 2}, "do not fit 2 heads"),
         ({"ranks": [[[9, 9, 9], [9, 9]]] * 2}, "do not fit 2 heads"),
         ({"ranks": []}, "lacks ranks"),

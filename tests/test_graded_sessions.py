@@ -8,7 +8,7 @@ import hashlib
 import json
 import struct
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache as once
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 import kvslim
+from comparing import differences
 from kvslim.caching.report import header_bytes, stretch_header_bytes
 from kvslim.caching.snapshot import take
 from kvslim.checkpointing.session_graded import GradedRecord, GradedRecords, width_bytes
 from kvslim.errors import BudgetError, CacheStateError, CheckpointError, ConfigError
 from kvslim.graded import GradedCache, GradedConfig, GradedStats
-from kvslim.quantizing.channels import WIDTHS, ChannelLayout, layout_of
-from kvslim.types import Rope
+from kvslim.quantizing.channels import WIDTHS, layout_of
 from tiny import build
 
 FUZZ: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
@@ -66,26 +66,6 @@ def filled(
         warnings.simplefilter("ignore", UserWarning)  # a row too short for its ratio
         cache.compress()
     return model, stats, cache
-
-
-def differences(one: Any, two: Any, path: str = "", seen: dict[int, int] | None = None) -> Iterator[str]:
-    """Where two values differ: types, numbers, tensors bit for bit, and which objects are shared."""
-    seen = {} if seen is None else seen
-    if type(one) is not type(two):
-        yield f"{path}: {type(one)} and {type(two)}"
-    elif isinstance(one, torch.Tensor):
-        if one.dtype != two.dtype or not torch.equal(one, two):
-            yield path
-    elif dataclasses.is_dataclass(one):
-        if seen.setdefault(id(one), id(two)) != id(two) and not isinstance(one, Rope | ChannelLayout):
-            yield f"{path}: shared otherwise"
-        for field in dataclasses.fields(one):
-            yield from differences(getattr(one, field.name), getattr(two, field.name), f"{path}.{field.name}", seen)
-    elif isinstance(one, tuple | list) and len(one) == len(two):
-        for index, pair in enumerate(zip(one, two, strict=True)):
-            yield from differences(*pair, f"{path}[{index}]", seen)
-    elif one != two:
-        yield f"{path}: {one!r} and {two!r}"
 
 
 def assert_same(one: Any, two: Any) -> None:

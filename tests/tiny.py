@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+
+from kvslim.errors import BudgetError
 
 VOCAB = 128
 GQA = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -72,6 +75,22 @@ def build(kind: str, *, layers: int = 2, **changes: Any) -> PreTrainedModel:
                     parameter.copy_(torch.randn_like(parameter) * 0.1)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
     return model
+
+
+def compress_within(cache: Any, tokens: int, ratio: float) -> bool:
+    """Compress; check that prefix and description keep the budget. False if it was refused or stayed exact."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a prompt too short for its ratio
+            cache.compress()
+    except BudgetError:
+        assert cache.prefix is None
+        return False
+    if cache.prefix is None:
+        assert "stays exact" in cache.note
+        return False
+    assert cache.prefix_nbytes + cache._header_bytes() <= cache.shape.dense_bytes(tokens) / ratio + 1
+    return True
 
 
 def cache_of(out: Any) -> Any:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kvslim.baselines.base import BaselineCache
-from kvslim.caching.block import Block, DecodedProducts, storage_bytes
+from kvslim.caching.block import Block, CodedBlock
 from kvslim.caching.cells import Cell
 
 LARGEST = float(torch.finfo(torch.float8_e4m3fn).max)
 
 
 @dataclass(frozen=True)
-class Float8Block(DecodedProducts):
+class Float8Block(CodedBlock):
     """Keys or values of one layer.
 
     Attributes:
@@ -33,15 +33,9 @@ class Float8Block(DecodedProducts):
     codes: Tensor
     scales: Tensor
 
-    exact = False
-
     @property
     def tokens(self) -> int:
         return int(self.codes.shape[1])
-
-    @property
-    def nbytes(self) -> int:
-        return storage_bytes([self.codes, self.scales])
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         return self.codes[:, start:stop].to(torch.float32) * self.scales[:, None, None]

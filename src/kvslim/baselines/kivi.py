@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from kvslim.baselines.base import BaselineCache
-from kvslim.caching.block import Block, DecodedProducts, iter_tensors, map_tensors, storage_bytes
+from kvslim.caching.block import Block, CodedBlock, map_tensors
 from kvslim.caching.cells import Cell
 from kvslim.errors import ConfigError
 from kvslim.quantizing import grouped, token_groups
@@ -31,20 +31,14 @@ GROUP = 32
 
 
 @dataclass(frozen=True)
-class ChannelBlock(DecodedProducts):
+class ChannelBlock(CodedBlock):
     """Keys of one layer, coded per channel."""
 
     stored: TokenGroups
 
-    exact = False
-
     @property
     def tokens(self) -> int:
         return self.stored.tokens
-
-    @property
-    def nbytes(self) -> int:
-        return storage_bytes(iter_tensors(self.stored))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         return token_groups.decode(self.stored, start, stop)
@@ -54,7 +48,7 @@ class ChannelBlock(DecodedProducts):
 
 
 @dataclass(frozen=True)
-class TokenBlock(DecodedProducts):
+class TokenBlock(CodedBlock):
     """Values of one layer, coded per token and group of channels.
 
     Attributes:
@@ -69,15 +63,9 @@ class TokenBlock(DecodedProducts):
     bits: int
     gain: float
 
-    exact = False
-
     @property
     def tokens(self) -> int:
         return int(self.stored.codes.shape[1])
-
-    @property
-    def nbytes(self) -> int:
-        return storage_bytes(iter_tensors(self.stored))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         part = map_tensors(self.stored, lambda kept: kept[:, start:stop])

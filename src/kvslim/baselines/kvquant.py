@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from kvslim.baselines.base import BaselineCache
-from kvslim.caching.block import Block, DecodedProducts, iter_tensors, storage_bytes
+from kvslim.caching.block import Block, CodedBlock
 from kvslim.caching.cells import Cell
 from kvslim.errors import ConfigError
 from kvslim.quantizing import non_uniform
@@ -28,21 +28,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class NonUniformBlock(DecodedProducts):
+class NonUniformBlock(CodedBlock):
     """Keys or values of one layer; the channels of all its KV heads lie side by side."""
 
     stored: NonUniformCodes
     kv_heads: int
 
-    exact = False
-
     @property
     def tokens(self) -> int:
         return self.stored.tokens
-
-    @property
-    def nbytes(self) -> int:
-        return storage_bytes(iter_tensors(self.stored))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         rows = non_uniform.decode(self.stored, start, stop)

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvslim.caching.block import DecodedProducts, iter_tensors, storage_bytes
+from kvslim.caching.block import CodedBlock
 from kvslim.caching.graded_block import GradedBasis
 from kvslim.decomposing.channel_basis import ChannelBasis
 from kvslim.quantizing import integer
@@ -123,7 +123,7 @@ class PcaBasis:
 
 
 @dataclass(frozen=True)
-class KvtcBlock(DecodedProducts):
+class KvtcBlock(CodedBlock):
     """Keys or values of one layer.
 
     Attributes:
@@ -142,15 +142,9 @@ class KvtcBlock(DecodedProducts):
     layout: KvtcLayout
     basis: PcaBasis
 
-    exact = False
-
     @property
     def tokens(self) -> int:
         return int(self.codes.shape[0])
-
-    @property
-    def nbytes(self) -> int:
-        return storage_bytes(iter_tensors(self))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         codes, steps, minima = (kept[start:stop] for kept in (self.codes, self.steps, self.minima))

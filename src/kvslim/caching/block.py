@@ -71,6 +71,17 @@ class DecodedProducts:
         return weights @ self.decode(layer, start, stop).to(weights)
 
 
+class CodedBlock(DecodedProducts):
+    """What blocks of codes have in common: all their tensors are their own, and count."""
+
+    exact = False
+
+    @property
+    def nbytes(self) -> int:
+        """See :meth:`Block.nbytes`."""
+        return storage_bytes(iter_tensors(self))
+
+
 @dataclass(frozen=True)
 class ExactBlock(DecodedProducts):
     """A plain copy: the lossless codec (16 bits in a 16-bit model).

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kvslim.caching.block import iter_tensors, storage_bytes
+from kvslim.caching.block import CodedBlock
 from kvslim.decomposing.channel_basis import ChannelBasis, encoder
 from kvslim.quantizing import channels
 from kvslim.quantizing.channels import ChannelLayout
@@ -89,7 +89,7 @@ class GradedBasis:
 
 
 @dataclass(frozen=True)
-class GradedBlock:
+class GradedBlock(CodedBlock):
     """Graded latents of one layer's keys or values.
 
     Attributes:
@@ -108,15 +108,9 @@ class GradedBlock:
     layout: ChannelLayout
     basis: GradedBasis
 
-    exact = False
-
     @property
     def tokens(self) -> int:
         return int(self.codes.shape[0])
-
-    @property
-    def nbytes(self) -> int:
-        return storage_bytes(iter_tensors(self))
 
     @property
     def words(self) -> str:

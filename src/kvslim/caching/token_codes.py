@@ -8,14 +8,14 @@ from typing import Self
 
 from torch import Tensor
 
-from kvslim.caching.block import DecodedProducts, iter_tensors, map_tensors, storage_bytes
+from kvslim.caching.block import CodedBlock, map_tensors
 from kvslim.quantizing import integer, rotated
 from kvslim.quantizing.integer import IntegerCodes
 from kvslim.quantizing.rotated import RotatedCodes
 
 
 @dataclass(frozen=True)
-class IntegerBlock(DecodedProducts):
+class IntegerBlock(CodedBlock):
     """Asymmetric integer codes of one layer: rows are ``(kv_heads, tokens)``."""
 
     stored: IntegerCodes
@@ -23,12 +23,6 @@ class IntegerBlock(DecodedProducts):
     @property
     def tokens(self) -> int:
         return int(self.stored.codes.shape[1])
-
-    exact = False
-
-    @property
-    def nbytes(self) -> int:
-        return storage_bytes(iter_tensors(self.stored))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         return integer.decode(map_tensors(self.stored, lambda x: x[:, start:stop]))
@@ -38,7 +32,7 @@ class IntegerBlock(DecodedProducts):
 
 
 @dataclass(frozen=True)
-class RotatedBlock(DecodedProducts):
+class RotatedBlock(CodedBlock):
     """Rotated codes of one layer: rows are ``(kv_heads, tokens)``."""
 
     stored: RotatedCodes
@@ -46,12 +40,6 @@ class RotatedBlock(DecodedProducts):
     @property
     def tokens(self) -> int:
         return int(self.stored.codes.shape[1])
-
-    exact = False
-
-    @property
-    def nbytes(self) -> int:
-        return storage_bytes(iter_tensors(self.stored))
 
     def decode(self, layer: int, start: int = 0, stop: int | None = None) -> Tensor:
         return rotated.decode(map_tensors(self.stored, lambda x: x[:, start:stop]))

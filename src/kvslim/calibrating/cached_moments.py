@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicCache
 from kvslim.attending.compat import cache_keyword
 from kvslim.attending.families import rope_of, text_config
 from kvslim.attending.layout import compressible_layers
+from kvslim.calibrating.drawing import draw_tokens
 from kvslim.calibrating.windows import check_windows
 from kvslim.errors import CalibrationError, NonFiniteError, UnsupportedModelError
 from kvslim.types import Rope
@@ -172,13 +173,6 @@ def _gradients(
         drawn = draw_tokens(logits.detach(), generator)
         loss = nn.functional.cross_entropy(logits, drawn, reduction="sum")
         return list(torch.autograd.grad(loss, leaves))
-
-
-def draw_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """One token for each of ``(positions, vocabulary)`` logits; the same on every device, up to rounding."""
-    cumulative = logits.softmax(-1).cumsum(-1)
-    chance = torch.rand(len(logits), 1, generator=generator).to(cumulative.device)
-    return torch.searchsorted(cumulative, chance)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
 class _Sum:

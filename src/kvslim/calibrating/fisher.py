@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kvslim.attending.families import kv_shape_of, text_config
 from kvslim.attending.projections import Part, projections_of
+from kvslim.calibrating.drawing import draw_tokens
 from kvslim.calibrating.grams import Progress
 from kvslim.calibrating.stats_file import StoredStats
 from kvslim.calibrating.windows import check_windows
@@ -171,18 +172,11 @@ def _gradients(
         logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
         loss = nn.functional.cross_entropy(logits, ids[1:].to(logits.device))
         by_weights = torch.autograd.grad(loss, weights, retain_graph=True)
-        drawn = nn.functional.cross_entropy(logits, _draw(logits.detach(), generator), reduction="sum")
+        drawn = nn.functional.cross_entropy(logits, draw_tokens(logits.detach(), generator), reduction="sum")
         by_outputs = torch.autograd.grad(drawn, [outputs[module] for module in modules])
     outputs.clear()
     flat = [gradient.flatten(0, -2).float() for gradient in by_outputs]
     return dict(zip(modules, by_weights, strict=True)), dict(zip(modules, flat, strict=True))
-
-
-def _draw(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """One token for each of ``(positions, vocabulary)`` logits; the same on every device, up to rounding."""
-    cumulative = logits.softmax(-1).cumsum(-1)
-    chance = torch.rand(len(logits), 1, generator=generator).to(cumulative.device)
-    return torch.searchsorted(cumulative, chance)[:, 0].clamp_max(logits.shape[-1] - 1)
 
 
 def _require_finite(squares: list[Tensor], window: int) -> None:

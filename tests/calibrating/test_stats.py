@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvslim.calibrating import fisher
+from kvslim.calibrating.drawing import draw_tokens
 from kvslim.calibrating.fisher import calibrate_fisher
 from kvslim.calibrating.grams import calibrate_grams
 from kvslim.errors import NonFiniteError, UnsupportedModelError
@@ -44,7 +45,7 @@ def test_fisher_squares_the_gradients_of_the_next_token_loss(tiny_llama: PreTrai
 def test_output_gradients_are_those_of_the_summed_loss(
     tiny_llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fisher, "_draw", lambda logits, generator: logits.argmin(-1))
+    monkeypatch.setattr(fisher, "draw_tokens", lambda logits, generator: logits.argmin(-1))
     stats = calibrate_fisher(tiny_llama, WINDOWS, output_grams=True)
     kept: list[torch.Tensor] = []
     projection = tiny_llama.model.layers[1].self_attn.k_proj
@@ -65,7 +66,7 @@ def test_output_gradients_are_those_of_the_summed_loss(
 
 def test_tokens_are_drawn_from_the_predictions() -> None:
     shares = torch.tensor([0.5, 0.0, 0.2, 0.3])
-    drawn = fisher._draw(shares.log().expand(20000, 4), torch.Generator().manual_seed(1))
+    drawn = draw_tokens(shares.log().expand(20000, 4), torch.Generator().manual_seed(1))
     torch.testing.assert_close(drawn.bincount(minlength=4) / 20000, shares, atol=0.02, rtol=0)
 
 

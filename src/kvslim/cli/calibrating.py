@@ -8,19 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from kvslim.cli.common import Device, DType, ModelName, check_original, dtype_of, load_model, progress_lines
+from kvslim.cli.common import (
+    CalibrationData,
+    Device,
+    DType,
+    ModelName,
+    check_original,
+    dtype_of,
+    load_model,
+    progress_lines,
+)
 
 
 def calibrate(
     model: ModelName,
     out: Annotated[Path, typer.Option("--out", "-o", help="File for the statistics, such as stats.safetensors.")],
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Data to calibrate on: text, .jsonl or .json rows, or these as .xz; several are mixed in equal "
-            "shares. [default: reference prose, source code and licences that are installed]"
-        ),
-    ] = None,
+    calibration: CalibrationData = None,
     windows: Annotated[int, typer.Option(help="Windows at most.")] = 16,
     length: Annotated[int, typer.Option(help="Tokens of each of them.")] = 2048,
     metric: Annotated[str, typer.Option(help="What an error costs: loss, diagonal, layer or energy.")] = "loss",

@@ -22,6 +22,14 @@ DType = Annotated[str, typer.Option(help="Weights in memory: float32, bfloat16 o
 Device = Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1 …")]
 TextFile = Annotated[Path | None, typer.Option("--text", help="UTF-8 text file; Python's reference topics by default.")]
 
+CalibrationData = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Data to calibrate on: text, .jsonl or .json rows, or these as .xz; several are mixed in equal "
+        "shares. [default: reference prose, source code and licences that are installed]"
+    ),
+]
+
 
 class CleanErrors(typer.core.TyperGroup):
     """Prints every error of kvslim as one line and exits with code 2; ``--debug`` shows the traceback."""

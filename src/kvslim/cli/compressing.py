@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvslim.cli.common import Device, DType, ModelName, check_original, dtype_of, load_model, progress_lines
+from kvslim.cli.common import (
+    CalibrationData,
+    Device,
+    DType,
+    ModelName,
+    check_original,
+    dtype_of,
+    load_model,
+    progress_lines,
+)
 from kvslim.cli.streaming import check_streaming, compress_streamed
 from kvslim.errors import ConfigError
 
@@ -61,13 +70,7 @@ def compress(  # noqa: PLR0913, PLR0917  # each option of the command is a param
         int | None, typer.Option(help="First tokens that stay exact, of coded latents. [default: 0; 4 with --graded]")
     ] = None,
     window: Annotated[int, typer.Option(help="Most recent tokens that stay exact, of coded latents.")] = 0,
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Data to calibrate on: text, .jsonl or .json rows, or these as .xz; several are mixed in equal "
-            "shares. [default: reference prose, source code and licences that are installed]"
-        ),
-    ] = None,
+    calibration: CalibrationData = None,
     calibration_windows: Annotated[
         int | None, typer.Option(help="Windows to calibrate on. [default: as many as fit, up to 256]")
     ] = None,
